@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax._src import effects, shard_map
 
 # Tells jit and scan which axes must be bound.
@@ -77,12 +76,12 @@ def match_varying(*arrays: jax.Array) -> list[jax.Array]:
 def vary(x: jax.Array, axes: frozenset[Any]) -> jax.Array:
     """Returns x, marked as varying over `axes`, in addition to its own axes."""
     missing = tuple(sorted(axes - varying_axes(x), key=str))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def tracked_axes(names: Iterable[Any]) -> frozenset[Any]:
     """Returns the axes among `names` for which JAX tracks which values vary: mesh axes under check_vma."""
-    return frozenset(name for name in names if varying_axes(lax.axis_index(name)))
+    return frozenset(name for name in names if varying_axes(jax.lax.axis_index(name)))
 
 
 def vary_over(tree: PyTree, names: Iterable[Any]) -> PyTree:
@@ -144,7 +143,7 @@ def all_gather(x: jax.Array, axes: Hashable, *, axis: int, tiled: bool, to: str)
         from jax._src.lax.parallel import all_gather_invariant  # not in later versions
 
         return all_gather_invariant(x, axes, axis=axis, tiled=tiled)
-    return lax.all_gather(x, axes, axis=axis, tiled=tiled, to=to)
+    return jax.lax.all_gather(x, axes, axis=axis, tiled=tiled, to=to)
 
 
 # Between CPU processes, lax.psum_scatter gives wrong numbers for large arrays in these versions: Gloo overwrites a

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
@@ -119,11 +118,11 @@ def constrained_without(names: Collection[Any], program: Any) -> Any:
     A program without constraints is returned itself, so that JAX finds it in its caches.
     """
     values = (x for *_, eqn in operations(program) for x in jax.tree.leaves(list(eqn.params.values())))
-    if not any(isinstance(x, NamedSharding) for x in values):
+    if not any(isinstance(x, jax.sharding.NamedSharding) for x in values):
         return program
 
     def replaced(value: Any) -> Any:
-        if isinstance(value, NamedSharding):
+        if isinstance(value, jax.sharding.NamedSharding):
             others = lambda part: tuple(name for name in part if name not in names) or None
             parts = [(part,) if isinstance(part, str) else part for part in value.spec]
             return value.update(spec=P(*(others(part) if isinstance(part, tuple) else part for part in parts)))

@@ -9,7 +9,6 @@ from jaxcgx.checks import check_flag, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
 from jaxcgx.native import ieee
-from jaxcgx.native.ieee import scale_of, scaled, unscaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +32,15 @@ class ByteGrad(GridCodec):
         set_field(self, "compatible", check_flag)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
-        scale = scale_of(ieee.largest(lo, hi))
-        top = scaled(hi, scale)
-        range_ = top - scaled(lo, scale)
+        scale = ieee.scale_of(ieee.largest(lo, hi))
+        top = ieee.scaled(hi, scale)
+        range_ = top - ieee.scaled(lo, scale)
         if self.compatible:
             range_ = range_ + jnp.float32(1e-7) * scale
         unit = jnp.where(range_ > 0, unit_of(range_, 255, scale), 0)
         grid = make_grid(lo, hi, unit=unit, steps=255, scale=scale)
         grid.origin = ieee.round_even(top * grid.inv) - 255
-        grid.base = ieee.positive_zero(jnp.where(unit > 0, unscaled(grid.origin * unit, scale), lo))
+        grid.base = ieee.positive_zero(jnp.where(unit > 0, ieee.unscaled(grid.origin * unit, scale), lo))
         grid.finite &= jnp.isfinite(grid.base + grid.unit * 255)
         return grid
 

@@ -8,19 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_integer, set_field
+from jaxcgx.codecs import rotation
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.rotation import (
-    check_block,
-    drawn_seed,
-    padded,
-    product,
-    rotate,
-    rotate_back,
-    sent_seed,
-    sum_in_order,
-    unbiased,
-)
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import pack, packed_bytes, unpack
 from jaxcgx.typing import DType
@@ -63,7 +53,7 @@ class Eden(Codec):
 
     def __post_init__(self) -> None:
         set_field(self, "bits", check_integer, 1, 6)
-        set_field(self, "block", check_block)
+        set_field(self, "block", rotation.check_block)
 
     @property
     def bucket_size(self) -> int:
@@ -79,25 +69,25 @@ class Eden(Codec):
         return np.array(LEVELS[self.bits - 1], np.float32) / np.float32(512)
 
     def code_bytes(self, n: int, dtype: DType) -> int:
-        return packed_bytes(padded(n), self.bits)
+        return packed_bytes(rotation.padded(n), self.bits)
 
     def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         assert noise is not None
-        seed = drawn_seed(noise)
-        rotated = rotate(x, seed)
+        seed = rotation.drawn_seed(noise)
+        rotated = rotation.rotate(x, seed)
         y = rotated.x
         levels = self.levels
-        variance = sum_in_order(product(y, y)) / y.shape[1]
+        variance = rotation.sum_in_order(rotation.product(y, y)) / y.shape[1]
         index = jnp.zeros(y.shape, jnp.int32)
         for bound in (levels[1:] + levels[:-1]) / 2:
             index += (y * y > bound * bound * variance).astype(jnp.int32)
         # <x, levels> / |levels|^2 would have a smaller error, but with this unit the error has no bias.
-        meta, finite = unbiased(rotated, seed, jnp.asarray(levels)[index])
+        meta, finite = rotation.unbiased(rotated, seed, jnp.asarray(levels)[index])
         half = len(levels)
         codes = jnp.where(ieee.bits(y) < 0, half - 1 - index, half + index)
         return meta, pack(jnp.where(finite, codes, 0), self.bits)
 
     def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
         levels = jnp.asarray(np.concatenate([-self.levels[::-1], self.levels]))
-        value = levels[unpack(codes, self.bits, padded(n))]
-        return rotate_back(value, sent_seed(meta), unit=meta[:, :1], base=None, n=n)
+        value = levels[unpack(codes, self.bits, rotation.padded(n))]
+        return rotation.rotate_back(value, rotation.sent_seed(meta), unit=meta[:, :1], base=None, n=n)

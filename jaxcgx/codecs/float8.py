@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.checks import MOST, check_choice, check_integer, set_field
 from jaxcgx.codecs.attribute import Kind
@@ -56,7 +55,7 @@ class Float8(GridCodec):
 
     def parts(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array, None]:
         bits = unpack(codes, self.code_bits, n).astype(jnp.uint8)
-        return lax.bitcast_convert_type(bits, _DTYPES[self.format]), meta, None
+        return jax.lax.bitcast_convert_type(bits, _DTYPES[self.format]), meta, None
 
     def value(self, codes: jax.Array) -> jax.Array:
         return self._elements.decode(codes)

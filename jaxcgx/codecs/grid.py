@@ -10,7 +10,6 @@ from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.rotation import padded, rotate, rotate_back
 from jaxcgx.native import ieee
-from jaxcgx.native.ieee import scale_of, scaled, unscaled
 from jaxcgx.native.packing import pack, packed_bytes, unpack
 from jaxcgx.typing import ArrayLike, DType
 
@@ -47,7 +46,7 @@ def unit_of(range_: jax.Array, steps: ArrayLike, scale: jax.Array) -> jax.Array:
 
 def make_grid(lo: jax.Array, hi: jax.Array, unit: jax.Array, steps: ArrayLike, scale: jax.Array) -> Grid:
     inv = jnp.where(unit > 0, 1 / unit, 0)
-    real = unscaled(unit, scale)
+    real = ieee.unscaled(unit, scale)
     zero = jnp.zeros_like(lo)
     finite = jnp.isfinite(lo) & jnp.isfinite(hi) & jnp.isfinite(real * steps)
     return Grid(unit=real, base=zero, inv=inv, origin=zero, scale=scale, finite=finite)
@@ -56,17 +55,12 @@ def make_grid(lo: jax.Array, hi: jax.Array, unit: jax.Array, steps: ArrayLike, s
 def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Array | None = None) -> Grid:
     """Returns a grid of this `unit`, by default the largest magnitude / steps. A constant bucket's is its magnitude."""
     largest = ieee.largest(lo, hi)
-    scale = scale_of(largest)
-    top = scaled(largest, scale)
+    scale = ieee.scale_of(largest)
+    top = ieee.scaled(largest, scale)
     constant = ieee.bits(lo) == ieee.bits(hi)
     steps = jnp.where(constant, 1, jnp.float32(steps))
-    return make_grid(
-        lo,
-        hi,
-        unit=jnp.where(constant, top, unit_of(top, steps, scale) if unit is None else unit),
-        steps=steps,
-        scale=scale,
-    )
+    unit = jnp.where(constant, top, unit_of(top, steps, scale) if unit is None else unit)
+    return make_grid(lo, hi, unit=unit, steps=steps, scale=scale)
 
 
 _SEED = np.zeros((1, 1), np.int32)  # the seed of all rotations; it is fixed, because rounding to nearest has no key
@@ -125,7 +119,7 @@ class GridCodec(Codec):
         lo, hi = (e[:, None] for e in ieee.extremes(x))
         bad = (ieee.magnitude_bits(x) >= 0x7F800000).any(-1, keepdims=True)
         grid = self.grid(lo, jnp.where(bad, jnp.inf, hi), x)
-        codes = self.quantize(scaled(x, grid.scale), grid, noise)
+        codes = self.quantize(ieee.scaled(x, grid.scale), grid, noise)
         return jnp.concatenate([grid.unit, grid.base][: self.meta], -1), grid.finite, codes
 
     def split_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:

@@ -2,17 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.native.layout import Layout, align16
+from jaxcgx.native.layout import Layout, align16, runs
 from jaxcgx.native.packing import from_bytes, pack, packed_bytes, to_bytes, unpack
 from jaxcgx.typing import DType, DTypeLike
 
@@ -74,7 +72,7 @@ class Lossless(Codec):
         for p, raw in zip(layout.pieces[c], layout.carried.pieces[c], strict=True):
             dtype = layout.dtypes[p.leaf]
             first, blocks = raw.tail, []
-            for number, n in _counts(p.coded):
+            for _, number, n in runs(p.coded, BLOCK):
                 elements = chunk[first:][: number * n * dtype.itemsize].reshape(number, -1)
                 first += elements.size
                 blocks.append(_pack(from_bytes(elements, _WORD[dtype.itemsize]), dtype))
@@ -96,7 +94,7 @@ class Lossless(Codec):
         for p in layout.pieces[c]:
             dtype, at, first = layout.dtypes[p.leaf], p.codes + align16(2 * -(-p.coded // BLOCK)), 0
             heads = chunk[p.codes :][: 2 * -(-p.coded // BLOCK)].reshape(-1, 2).astype(jnp.int32)
-            for number, n in _counts(p.coded):
+            for _, number, n in runs(p.coded, BLOCK):
                 planes = chunk[at:][: number * _planes_bytes(n, dtype)].reshape(number, -1)
                 at += planes.size
                 head = heads[first : first + number]
@@ -125,14 +123,6 @@ class _Packed(NamedTuple):
     length: Any  # int32[blocks]: the bytes in the overflow
     planes: Any  # uint8[blocks, bytes]
     overflow: Any  # uint8[blocks, bytes]
-
-
-def _counts(n: int) -> Iterator[tuple[int, int]]:
-    """Yields (number of blocks, elements of a block) for the whole blocks of a piece, then for the short block."""
-    if n >= BLOCK:
-        yield n // BLOCK, BLOCK
-    if n % BLOCK:
-        yield 1, n % BLOCK
 
 
 def _starts(lengths: list[jax.Array]) -> list[jax.Array]:
@@ -182,7 +172,7 @@ def _pack(bits: jax.Array, dtype: DType) -> _Packed:
 
     at = jnp.zeros_like(center)
     state = (code - 4, code > 3, at, at[:, None] + jnp.zeros(most, jnp.int32))
-    state = lax.while_loop(lambda state: (state[1] & (state[2] < most)[:, None]).any(), later, state)
+    state = jax.lax.while_loop(lambda state: (state[1] & (state[2] < most)[:, None]).any(), later, state)
     length, coded = state[2], state[3].astype(jnp.uint8)
     full = length >= most
     upper = pack(exponent >> 2, width - 2)
@@ -226,7 +216,7 @@ def _unpack(packed: _Packed, n: int, dtype: DType) -> jax.Array:
     full = packed.length == most
     alive = (first == 3) & ~full[:, None]
     state = jnp.where(alive, 4, first), alive, jnp.zeros_like(packed.length)
-    code = lax.while_loop(lambda state: state[1].any(), later, state)[0]
+    code = jax.lax.while_loop(lambda state: state[1].any(), later, state)[0]
     upper = unpack(packed.overflow[:, : packed_bytes(n, width - 2)], width - 2, n)
     level, digit = code >> 2, code & 3
     above = jnp.where(level == 2, 0, center + level + jnp.where(level < 2, 1, 0))

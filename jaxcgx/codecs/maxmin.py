@@ -11,7 +11,6 @@ from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
 from jaxcgx.codecs.rotation import check_block
 from jaxcgx.native import ieee
-from jaxcgx.native.ieee import scale_of, scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +71,9 @@ class MaxMin(GridCodec):
         return self.bits
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
-        scale, steps = scale_of(ieee.largest(lo, hi)), 2**self.bits - 1
-        origin = scaled(lo, scale)
-        range_ = scaled(hi, scale) - origin
+        scale, steps = ieee.scale_of(ieee.largest(lo, hi)), 2**self.bits - 1
+        origin = ieee.scaled(lo, scale)
+        range_ = ieee.scaled(hi, scale) - origin
         grid = make_grid(lo, hi, unit=jnp.where(range_ > 0, unit_of(range_, steps, scale), 0), steps=steps, scale=scale)
         grid.base, grid.origin = ieee.positive_zero(lo), origin
         grid.finite &= jnp.isfinite(grid.base + grid.unit * steps)

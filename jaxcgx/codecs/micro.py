@@ -7,11 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcgx.checks import check_choice, set_field
 from jaxcgx.codecs.attribute import Kind
-from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of
+from jaxcgx.codecs.grid import GridCodec, make_grid, unit_of
 from jaxcgx.codecs.rotation import MOST, drawn_seed, padded, rotate, rotate_back, sent_seed, unbiased
 from jaxcgx.native import ieee
 from jaxcgx.native.ieee import E2M1, E4M3, Minifloat
@@ -132,9 +131,9 @@ class Micro(GridCodec):
         With `up`, scales are rounded up, so that no element is larger than the format's largest number.
         """
         top = ieee.as_float(ieee.magnitude_bits(blocks).max((1, 2)))[:, None]
-        scale, steps = scale_of(top), (_ROTATED if self.rotate else E4M3.largest) * self._format.elements.largest
-        grid = make_grid(top, top, unit=unit_of(scaled(top, scale), steps, scale), steps=steps, scale=scale)
-        y = scaled(blocks, scale[..., None]) * grid.inv[..., None]
+        scale, steps = ieee.scale_of(top), (_ROTATED if self.rotate else E4M3.largest) * self._format.elements.largest
+        grid = make_grid(top, top, unit=unit_of(ieee.scaled(top, scale), steps, scale), steps=steps, scale=scale)
+        y = ieee.scaled(blocks, scale[..., None]) * grid.inv[..., None]
         scales = E4M3.encode(ieee.divide(jnp.abs(y).max(-1), self._format.elements.largest), _UP if up else None)
         value = E4M3.decode(scales)
         inverse = jnp.where(value > 0, 1 / value, 0)
@@ -169,11 +168,11 @@ class Micro(GridCodec):
         elements, scales = self._unpacked(codes)
         values = elements.reshape(len(codes), -1)[:, :n]
         if self._format.bits == 4:
-            values = lax.bitcast_convert_type(values.astype(jnp.uint4), jnp.float4_e2m1fn)
+            values = jax.lax.bitcast_convert_type(values.astype(jnp.uint4), jnp.float4_e2m1fn)
         else:
-            values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
+            values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
         of_scales = jnp.float8_e4m3fn if self.whole else jnp.float8_e8m0fnu
-        scales = lax.bitcast_convert_type(scales[:, : n // self._format.block, 0], of_scales)
+        scales = jax.lax.bitcast_convert_type(scales[:, : n // self._format.block, 0], of_scales)
         return values, scales, meta[:, 0] if self.whole else None
 
     def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:

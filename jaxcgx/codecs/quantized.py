@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcgx import _compat
@@ -72,7 +71,7 @@ class Quantized:
         if not x.size:
             raise wrong("Quantized.of", "x", "an array with elements", spell_array(x))
         layout, words = Layout.of(codec, [x]), as_key("Quantized.of", codec, key)
-        found = read(layout, ops.encode(layout, [lax.stop_gradient(x)], words)[0])
+        found = read(layout, ops.encode(layout, [jax.lax.stop_gradient(x)], words)[0])
         return straight_through(lambda x, tangent: [tangent], x, found)[0]
 
     def dequantize(self) -> jax.Array:
@@ -87,7 +86,7 @@ class Quantized:
         return x if self.straight is None else x + self.straight
 
     def _numbers(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        return jax.tree.map(lax.bitcast_convert_type, self.sent, self.kinds)
+        return jax.tree.map(jax.lax.bitcast_convert_type, self.sent, self.kinds)
 
 
 @jax.custom_jvp
@@ -134,7 +133,7 @@ def check_parts(
 def read(layout: Layout, chunk: jax.Array) -> list[Quantized]:
     codec, found = layout.codec, list[Quantized]()
     size = lambda dtype: (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
-    bits = lambda x: lax.bitcast_convert_type(x, f"uint{size(x.dtype)}")
+    bits = lambda x: jax.lax.bitcast_convert_type(x, f"uint{size(x.dtype)}")
     for p in layout.pieces[0]:
         parts = [codec.parts(each.meta, each.codes, each.size) for each in reference.read(layout, chunk, p)]
         values, scales = (jnp.concatenate([part[k].reshape(-1) for part in parts]) for k in (0, 1))

@@ -4,11 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.checks import check_integer, wrong
 from jaxcgx.native import ieee
-from jaxcgx.native.ieee import scale_of, scaled, unscaled
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
 from jaxcgx.native.rng import philox
 from jaxcgx.typing import ArrayLike
@@ -48,16 +46,16 @@ class Rotated:
     def as_sent(self, meta: jax.Array) -> jax.Array:
         """Returns metadata of `x` for the wire, divided by the factors of `x`, and by 2^a of `_halvings`."""
         down, _ = _halvings(self.x.shape[1])
-        return unscaled(meta * 2.0**-down * ieee.as_float(self.exponent << 23), self.scale)
+        return ieee.unscaled(meta * 2.0**-down * ieee.as_float(self.exponent << 23), self.scale)
 
 
 def rotate(x: jax.Array, seed: ArrayLike) -> Rotated:
     """Rotates buckets float32[buckets, n] with the signs of a seed, int32[buckets or 1, 1]."""
     n = padded(x.shape[1])
     largest = ieee.largest(*(e[:, None] for e in ieee.extremes(x)))
-    scale = scale_of(largest)
-    exponent = ieee.magnitude_bits(scaled(largest, scale)) >> 23
-    y = scaled(x, scale) * ieee.as_float((254 - exponent) << 23)
+    scale = ieee.scale_of(largest)
+    exponent = ieee.magnitude_bits(ieee.scaled(largest, scale)) >> 23
+    y = ieee.scaled(x, scale) * ieee.as_float((254 - exponent) << 23)
     y = jnp.where(jnp.abs(y) < 2.0**-30, 0, y)  # so that no sum is denormal
     y = jnp.pad(y, [(0, 0), (0, n - x.shape[1])])
     finite = (ieee.magnitude_bits(x) < 0x7F800000).all(-1, keepdims=True)
@@ -133,7 +131,7 @@ def _flip(x: jax.Array, seed: ArrayLike) -> jax.Array:
     words = jnp.stack(philox((counter, zero, zero, zero), (key, jnp.zeros_like(key))), 2)  # [seeds, draws, 4, lanes]
     signs = words[:, :, :, None] << jnp.arange(32, dtype=jnp.uint32)[:, None] & jnp.uint32(1 << 31)
     signs = signs.reshape(len(key), -1)[:, :n]
-    return ieee.as_float(ieee.bits(x) ^ lax.bitcast_convert_type(signs, jnp.int32))
+    return ieee.as_float(ieee.bits(x) ^ jax.lax.bitcast_convert_type(signs, jnp.int32))
 
 
 def _hadamard(x: jax.Array) -> jax.Array:
@@ -145,4 +143,4 @@ def _hadamard(x: jax.Array) -> jax.Array:
         a, b = x[:, :half], x[:, half:]
         return jnp.stack([a + b, a - b], -1).reshape(x.shape)
 
-    return lax.fori_loop(0, half.bit_length(), step, x)
+    return jax.lax.fori_loop(0, half.bit_length(), step, x)

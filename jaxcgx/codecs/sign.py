@@ -4,13 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.checks import MOST, check_integer, set_field
 from jaxcgx.codecs.attribute import Kind
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid, unit_of
 from jaxcgx.native import ieee
-from jaxcgx.native.ieee import scale_of, scaled
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
 
 _GROUP = 256  # the blocks of a group: the sums of its blocks are added in order, and then the sums of the groups
@@ -34,8 +32,8 @@ class Sign(GridCodec):
         set_field(self, "bucket_size", check_integer, 1, MOST)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
-        scale = scale_of(ieee.largest(lo, hi))
-        total = sum_of_magnitudes(scaled(x, scale))
+        scale = ieee.scale_of(ieee.largest(lo, hi))
+        total = sum_of_magnitudes(ieee.scaled(x, scale))
         return symmetric_grid(lo, hi, 1, unit=unit_of(total, x.shape[-1], scale))
 
     def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
@@ -47,7 +45,7 @@ class Sign(GridCodec):
 
 def _add_in_order(x: jax.Array) -> jax.Array:
     """Returns the sum over axis 1, added from first to last."""
-    return lax.fori_loop(1, x.shape[1], lambda i, total: total + x[:, i], x[:, 0])
+    return jax.lax.fori_loop(1, x.shape[1], lambda i, total: total + x[:, i], x[:, 0])
 
 
 def sum_of_magnitudes(x: jax.Array) -> jax.Array:

@@ -15,10 +15,8 @@ from jaxcgx.codecs.checks import check_encodes
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import sum_of_magnitudes
 from jaxcgx.native import ieee, reference
-from jaxcgx.native.ieee import scale_of, scaled, unscaled
 from jaxcgx.native.layout import Layout, align16
 from jaxcgx.native.packing import from_list, index_bytes, to_list
-from jaxcgx.native.reference import Decode
 from jaxcgx.typing import DType
 
 _FINITE, _NAN = 0x7F7FFFFF, 0x7F800001  # the bits of the largest finite magnitude, and of every NaN
@@ -200,7 +198,7 @@ class TopK(Codec):
 
     def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
         payload = codes[:, align16(index_bytes(n, self.capacity(n))) :]
-        (values,) = reference.decode(self._values(n), Decode(payload))
+        (values,) = reference.decode(self._values(n), reference.Decode(payload))
         return jnp.zeros(n, jnp.float32).at[self.indices(codes[0], n)].set(values, mode="drop")[None]
 
     def indices(self, codes: jax.Array, n: int) -> jax.Array:
@@ -223,8 +221,8 @@ def _exponential(sample: jax.Array, n: int, k: int) -> jax.Array:
     """Returns the magnitude that k of n elements reach if all elements are distributed like the sample."""
     # An exponential distribution is fitted to the sample, another one to its largest quarter, and so on.
     largest = ieee.as_float(sample.max())
-    scale = scale_of(largest)
-    x = scaled(ieee.as_float(sample), scale)
+    scale = ieee.scale_of(largest)
+    x = ieee.scaled(ieee.as_float(sample), scale)
     x = jnp.where(ieee.bits(x) < 0x800000, 0, x)  # XLA flushes denormals only on CPUs
     t, quarters = jnp.zeros((), jnp.float32), 0
     while True:
@@ -234,5 +232,5 @@ def _exponential(sample: jax.Array, n: int, k: int) -> jax.Array:
         excess = sum_of_magnitudes(jnp.where(above, x - t, 0)[None])[0, 0]
         t = t + excess * jnp.float32(math.log(n / (k * 4**quarters) if last else 4)) / number
         if last:
-            return unscaled(t, scale)
+            return ieee.unscaled(t, scale)
         quarters += 1

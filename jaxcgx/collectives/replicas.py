@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.exchange import scopes
@@ -61,7 +60,7 @@ def _words(x: jax.Array) -> jax.Array:
     elif jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
         x = x.astype(jnp.float32)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).reshape(-1)
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).reshape(-1)
 
 
 def checksum(x: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_varying, wrong
@@ -79,7 +78,7 @@ def _measure(x: jax.Array, codecs: Sequence[Codec], key: Key | None) -> jax.Arra
     """Returns float32[codecs + 2]: the squared errors, the squared norm, the squared norm of the largest magnitudes."""
     exact = x.astype(jnp.float32)
     errors = [roundtrip(x, codec, key if codec.stochastic else None).astype(jnp.float32) - exact for codec in codecs]
-    top = lax.top_k(jnp.abs(exact.reshape(-1)), min(TOP, x.size))[0]
+    top = jax.lax.top_k(jnp.abs(exact.reshape(-1)), min(TOP, x.size))[0]
     return jnp.stack([jnp.square(e).sum() for e in (*errors, exact, top)])
 
 
@@ -97,5 +96,5 @@ def all_finite(grads: PyTree, axis_name: AxisName) -> jax.Array:
     bad = sum(((~jnp.isfinite(x)).any().astype(jnp.int32) for x in leaves), jnp.int32(0))
     # The axes of the mesh over which the gradients are sharded, in the same order in every process.
     if shards := tuple(sorted(_compat.varying_axes(bad) - set(net.names), key=str)):
-        bad = lax.psum(bad, shards)
+        bad = jax.lax.psum(bad, shards)
     return net.plain_psum(_compat.vary_over(bad, net.names)) == 0

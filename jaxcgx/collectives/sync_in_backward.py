@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_varying, wrong
@@ -153,5 +152,5 @@ def _weighted(names: tuple[PyTree, ...], cts: list[jax.Array]) -> list[jax.Array
         expected = "a gradient that is taken inside shard_map, or shard_map's check_vma=True"
         got = "a gradient from outside with check_vma=False, where JAX adds a sum of its own in full precision"
         raise wrong(OP, "params", expected, got)
-    ranks = math.prod(map(lax.axis_size, outside))
+    ranks = math.prod(map(jax.lax.axis_size, outside))
     return [ct * ranks for ct in cts]

@@ -106,7 +106,7 @@ def end(begun: BegunMessage, stages: Stages, message: Message, how: Sum, later: 
 
 
 def _flat(message: Message, summed: Summed) -> Message:
-    """Returns the sums and new state of a message without inner stages."""
+    """Returns the sums and new state of a message, from the sums of its whole leaves."""
     momentum = None if message.momentum is None else summed.sent.clear(message.momentum)
     leaves = [x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)]
     return Message(message.ids, leaves, residuals=summed.residuals, momentum=momentum)
@@ -244,16 +244,14 @@ def _by_leaders(net: Transport, stages: Stages, message: Message, how: Sum) -> M
     sums = _sum_inside(stages, message.replace(leaves=[x.astype(jnp.float32) for x in message.leaves]), how.own)
     outer = Message(message.ids, sums, fold_stage(message.key, 0, ()))
     summed = _exchange(stages[0]._replace(net=leaders), _with_zero_residuals(outer, message), how)
-    residuals, momentum = summed.residuals, message.momentum
-    if residuals is not None:
-        residuals = [jnp.where(leaders.speaks, x, 0) for x in residuals]
-    if momentum is not None:
+    if summed.residuals is not None:
+        summed = summed._replace(residuals=[jnp.where(leaders.speaks, x, 0) for x in summed.residuals])
+    if message.momentum is not None:
         payload = jnp.where(leaders.speaks, summed.sent.payload, 0)
         for stage in stages[1:]:
             payload = stage.net.plain_psum(payload)
-        momentum = Sent(summed.sent.layout, payload).clear(momentum)
-    leaves = [x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)]
-    return Message(message.ids, leaves, residuals=residuals, momentum=momentum)
+        summed = summed._replace(sent=Sent(summed.sent.layout, payload))
+    return _flat(message, summed)
 
 
 def _whole(stages: Stages, message: Message, how: Sum) -> Message:

@@ -11,7 +11,6 @@ import numpy as np
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.ops import Own
 from jaxcgx.native.rules import digest
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
@@ -98,7 +97,7 @@ class Message:
         """
         if lost is not None and how.own == "raw":
             return ops.reduce_fed(layout, payloads, lost, chunk=chunk, divisor=how.divisor, key=key)
-        own = Own(self.leaves, place) if how.replaces_own(layout.codec) else None
+        own = ops.Own(self.leaves, place) if how.replaces_own(layout.codec) else None
         return ops.reduce_encoded(layout, payloads, chunk=chunk, own=own, divisor=how.divisor, key=key), lost
 
 
@@ -146,24 +145,16 @@ class Sent(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BegunMessage:
-    """A message on its way over its outermost stage, in one round or two. None in place of what isn't needed.
+    """A message on its way over its outermost stage, in one round or two. None in place of what isn't needed."""
 
-    Attributes:
-      outer: what the transport has begun: the exchange of this round.
-      more: whether a second round follows. It needs the results of this one.
-      residuals: of the first encoding. A message without inner stages has them itself.
-      before: in a hierarchy with feedback: the residuals before.
-      payload: what this rank has sent for the leaves, by a sparse codec.
-      leaves: the leaves that the second round needs.
-      factors: of low-rank codecs, in the second round: for each stack of leaves, the basis and this rank's Q.
-    """
-
-    outer: Any
+    outer: Any  # what the transport has begun: the exchange of this round
+    # Whether a second round follows. It needs the results of this one.
     more: bool = dataclasses.field(default=False, metadata=STATIC)
-    residuals: list[Any] | None = None
-    before: list[Any] | None = None
-    payload: jax.Array | None = None
-    leaves: list[Any] | None = None
+    residuals: list[Any] | None = None  # of the first encoding. A message without inner stages has them itself
+    before: list[Any] | None = None  # in a hierarchy with feedback: the residuals before
+    payload: jax.Array | None = None  # what this rank has sent for the leaves, by a sparse codec
+    leaves: list[Any] | None = None  # the leaves that the second round needs
+    # Of low-rank codecs, in the second round: for each stack of leaves, the basis and this rank's Q.
     factors: list[tuple[jax.Array, jax.Array]] | None = None
 
     def replace(self, **changes: Any) -> "BegunMessage":

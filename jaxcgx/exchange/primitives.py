@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
@@ -295,7 +294,7 @@ def _all_gather_transpose(
         cts = split(cts)
     shares = _shares(cts, batch, params["ranks"], to)
     if shares is None:
-        return [lax.dynamic_index_in_dim(ct, params["net"].rank, len(batch), keepdims=False) for ct in cts]
+        return [jax.lax.dynamic_index_in_dim(ct, params["net"].rank, len(batch), keepdims=False) for ct in cts]
     return _sent_back(psum_scatter_p, message, shares, how=Sum(), batch=batch, **params)
 
 

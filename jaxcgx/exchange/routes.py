@@ -31,34 +31,27 @@ SMALL = 2**16  # the most bytes of a raw leaf that shares a collective with othe
 
 
 class Way(NamedTuple):
-    """What a caller wants of a tree: its sum, its mean, slices of these, or an exchange of rows.
+    """What a caller wants of a tree: its sum, its mean, slices of these, or an exchange of rows."""
 
-    Attributes:
-      mean: whether the sum is divided by the number of ranks.
-      rows: whether leaves are gathered or exchanged row by row, not summed.
-      dims: for each leaf, the dimension along which a rank wants only its slice of the sum, or None; () means None for
-        all leaves.
-      tiled: whether slices keep that dimension, as in lax.psum_scatter.
-      join: whether raw leaves that are sliced, gathered or broadcast share messages, too. Otherwise each has its own
-        collective.
-      order: the numbers of the leaves, in the order in which they are ready. Messages are made and sent in this order.
-      slice_elements: the elements of a slice of a message. Slices of later messages may overtake earlier messages.
-        Messages are then made in the order of the tree, so the bits don't depend on `order`.
-      deadline: the seconds after which parts of a message may be late (`Transport.until`), or None.
-      later: whether a later program may end a sum that `begin` began. No later exchange then begins before its end.
-      fed: whether raw leaves of 16 bits have residuals. All raw leaves then share messages, as over Tcp, because the
-        uncompressed collectives round partial sums, and no residual gets the loss.
-    """
-
-    mean: bool = True
-    rows: bool = False
+    mean: bool = True  # whether the sum is divided by the number of ranks
+    rows: bool = False  # whether leaves are gathered or exchanged row by row, not summed
+    # For each leaf, the dimension along which a rank wants only its slice of the sum, or None; () means None for all
+    # leaves.
     dims: tuple[int | None, ...] = ()
-    tiled: bool = True
+    tiled: bool = True  # whether slices keep that dimension, as in lax.psum_scatter
+    # Whether raw leaves that are sliced, gathered or broadcast share messages, too. Otherwise each has its own
+    # collective.
     join: bool = False
+    # The numbers of the leaves, in the order in which they are ready. Messages are made and sent in this order.
     order: tuple[int, ...] | None = None
+    # The elements of a slice of a message. Slices of later messages may overtake earlier messages. Messages are then
+    # made in the order of the tree, so the bits don't depend on `order`.
     slice_elements: int | None = None
-    deadline: float | None = None
+    deadline: float | None = None  # the seconds after which parts of a message may be late (`Transport.until`), or None
+    # Whether a later program may end a sum that `begin` began. No later exchange then begins before its end.
     later: bool = False
+    # Whether raw leaves of 16 bits have residuals. All raw leaves then share messages, as over Tcp, because the
+    # uncompressed collectives round partial sums, and no residual gets the loss.
     fed: bool = False
 
     def cuts(self, i: int) -> bool:

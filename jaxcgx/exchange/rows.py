@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.codecs.quantized import Quantized, straight_through
 from jaxcgx.exchange import primitives, schedules
@@ -165,7 +164,7 @@ def _exchange(
     def exchanged(message: Message, stages: tuple[Stage, ...]) -> Sequence[PyTree]:
         if in_parts is None or stages[0].codec.raw:  # a raw leaf, which the transpose compresses
             return of_message(message, stages)
-        parts = in_parts(message.replace(leaves=list(map(lax.stop_gradient, message.leaves))), stages)
+        parts = in_parts(message.replace(leaves=list(map(jax.lax.stop_gradient, message.leaves))), stages)
         linear = lambda message, tangent: of_message(message.replace(leaves=tangent.leaves), stages)
         return straight_through(linear, message, parts)
 

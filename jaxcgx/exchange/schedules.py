@@ -18,18 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcgx.codecs import quantized
 from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.quantized import Quantized
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import trees
 from jaxcgx.exchange.message import HOP, SUM, BegunMessage, Message, Sent, Stage, Sum, Summed, carry_over, first, fold
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.ops import Own
 from jaxcgx.native.rules import add
 from jaxcgx.native.tcp import Inside
 from jaxcgx.plan.overlay import Overlay
@@ -145,7 +142,7 @@ def _sum_by_ring(stage: Stage, message: Message, how: Sum) -> jax.Array:
     layout = _layout(stage, message)
 
     def add(payloads: jax.Array, part: jax.Array, place: int, key: Key | None, divisor: float = 1.0) -> jax.Array:
-        own = Own(message.leaves, place)
+        own = ops.Own(message.leaves, place)
         return ops.reduce_encoded(layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
 
     total = lambda rows, part: add(rows, part, place=1, key=fold(message.key, SUM), divisor=how.divisor)
@@ -256,7 +253,7 @@ def cut(x: jax.Array, sizes: Sequence[int], zeros: bool = False) -> jax.Array:
     share = -(-x.size // math.prod(sizes))
     flat = x.reshape(-1)
     if missing := math.prod(sizes) * share - x.size:
-        flat = lax.pad(flat, jnp.zeros_like(flat[-1]) if zeros else flat[-1], [(0, missing, 0)])
+        flat = jax.lax.pad(flat, jnp.zeros_like(flat[-1]) if zeros else flat[-1], [(0, missing, 0)])
     return flat.reshape(*sizes, share)
 
 
@@ -285,7 +282,7 @@ def _encode_rows(layout: Layout, message: Message, key: Key | None) -> tuple[jax
 
 
 def _row(arrays: list[Any], r: jax.Array | int) -> list[jax.Array]:
-    return [lax.dynamic_index_in_dim(x, r, keepdims=False) for x in arrays]
+    return [jax.lax.dynamic_index_in_dim(x, r, keepdims=False) for x in arrays]
 
 
 def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
@@ -296,7 +293,7 @@ def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
     layout = _of_rows(stage.codec, message)
     with scope(ExchangeScope.of(stage.schedule, layout)):
         if stage.schedule == "ring":
-            own = lambda part, place: Own(_row(message.leaves, part), place)
+            own = lambda part, place: ops.Own(_row(message.leaves, part), place)
             add = lambda rows, part, place, key: ops.reduce_encoded(layout, rows, own=own(part, place), key=key)
             total = lambda rows, part: ops.reduce(layout, rows, own=own(part, 1), divisor=how.divisor)
             return Summed(_ring(net, layout, key, add=add, total=total))
@@ -304,10 +301,10 @@ def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
         received, own = net.all_to_all(payloads), None
         if lost is not None and how.own == "raw":
             leaves, rest = carry_over(_row(message.leaves, net.rank), _row(message.residuals or [], net.rank))
-            lost = [lax.dynamic_update_index_in_dim(x, r, net.rank, 0) for x, r in zip(lost, rest)]
-            own = Own(leaves, net.rank)
+            lost = [jax.lax.dynamic_update_index_in_dim(x, r, net.rank, 0) for x, r in zip(lost, rest)]
+            own = ops.Own(leaves, net.rank)
         elif how.replaces_own(stage.codec):
-            own = Own(_row(message.leaves, net.rank), net.rank)
+            own = ops.Own(_row(message.leaves, net.rank), net.rank)
         return Summed(ops.reduce(layout, received, own=own, divisor=how.divisor), lost)
 
 
@@ -315,7 +312,7 @@ def _decode_rows(layout: Layout, payloads: jax.Array) -> list[Any]:
     return jax.vmap(lambda payload: ops.decode(layout, payload[None]))(payloads)
 
 
-def quantized_rows(layout: Layout, payloads: jax.Array) -> list[Quantized]:
+def quantized_rows(layout: Layout, payloads: jax.Array) -> list[quantized.Quantized]:
     """Returns the leaves of every rank's payload, [ranks, ...], as they were sent."""
     return jax.vmap(lambda payload: quantized.read(layout, payload))(payloads)
 

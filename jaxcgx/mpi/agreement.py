@@ -19,11 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from mpi4py import MPI
 
 from jaxcgx import _compat, mpi
-from jaxcgx._compat import batching, mlir
 from jaxcgx.checks import at, callers_level, spell_array, unexpected
 from jaxcgx.native.rules import define_impl
 from jaxcgx.transports.mpi import EFFECTS, ORDER, Net
@@ -195,7 +193,7 @@ _differ_p.multiple_results = True
 
 def _run(mine: jax.Array, net: Net) -> list[jax.Array]:
     differ = (net.all_gather(mine) != mine).any()
-    lax.cond(differ, lambda: _differ_p.bind(mine, net=net), list)
+    jax.lax.cond(differ, lambda: _differ_p.bind(mine, net=net), list)
     return []
 
 
@@ -217,12 +215,12 @@ def _explain(mine: Any, net: Net) -> None:
 
 def _batch(operands: Sequence[jax.Array], dims: Sequence[int | None], *, net: Net) -> tuple[list[jax.Array], list[int]]:
     # The vmap of a lax.cond with a mapped predicate gives all operands a dimension, also constants.
-    words = operands[0] if dims[0] is None else lax.index_in_dim(operands[0], 0, dims[0], keepdims=False)
+    words = operands[0] if dims[0] is None else jax.lax.index_in_dim(operands[0], 0, dims[0], keepdims=False)
     return greet_p.bind(words, net=net), []
 
 
 define_impl(greet_p)
-batching.primitive_batchers[greet_p] = _batch
-for _primitive, _rule in (greet_p, mlir.lower_fun(_run, multiple_results=True)), (_differ_p, _lower_differ):
+_compat.batching.primitive_batchers[greet_p] = _batch
+for _primitive, _rule in (greet_p, _compat.mlir.lower_fun(_run, multiple_results=True)), (_differ_p, _lower_differ):
     _primitive.def_effectful_abstract_eval(lambda mine, net: ([], EFFECTS))
-    mlir.register_lowering(_primitive, _rule)
+    _compat.mlir.register_lowering(_primitive, _rule)

@@ -33,6 +33,12 @@ def as_dtype(function: str, argument: str, dtype: Any) -> DType:
     return dtype
 
 
+def runs(n: int, size: int) -> list[tuple[int, int, int]]:
+    """Returns (first element, number, size) of the whole parts of this size that n elements have, then of the rest."""
+    whole, rest = divmod(n, size)
+    return [(0, whole, size)] * bool(whole) + [(n - rest, 1, rest)] * bool(rest)
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """The part of a leaf that is in one chunk. Positions are bytes from the start of the chunk."""
@@ -47,13 +53,8 @@ class Piece:
     tail: int  # the position of the raw tail
 
     def buckets(self) -> list[tuple[int, int, int]]:
-        """Returns [(first element, number of buckets, size of a bucket)] for the whole buckets, then the short one."""
-        # Without buckets, all elements are one.
-        if not self.bucket:
-            return [(0, 1, self.coded)] if self.coded else []
-        whole, rest = divmod(self.coded, self.bucket)
-        short = [(whole * self.bucket, 1, rest)] if rest else []
-        return ([(0, whole, self.bucket)] if whole else []) + short
+        """Returns (first element, number, size) of the whole buckets, then of the short one. No buckets: of all."""
+        return runs(self.coded, self.bucket or max(self.coded, 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcgx.native.layout import runs
 from jaxcgx.typing import DTypeLike
 
 BLOCK, ROWS, LANES = 128, 8, 16
@@ -29,15 +30,6 @@ def _fields(bits: int) -> Iterator[tuple[int, int]]:
         if bits & width:
             yield width, at
             at += width
-
-
-def _blocks(n: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (first element, number of blocks, lanes) for the whole blocks of a bucket, then for the short block."""
-    whole, rest = divmod(n, BLOCK)
-    if whole:
-        yield 0, whole, LANES
-    if rest:
-        yield whole * BLOCK, 1, -(-rest // ROWS)
 
 
 def to_bytes(words: jax.Array) -> jax.Array:
@@ -57,7 +49,8 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Returns codes int32[..., n] as uint8[..., packed_bytes(n, bits)]."""
     *lead, n = codes.shape
     parts = []
-    for first, number, lanes in _blocks(n):
+    for first, number, size in runs(n, BLOCK):
+        lanes = -(-size // ROWS)
         block = codes[..., first : first + number * lanes * ROWS]
         pad = number * lanes * ROWS - block.shape[-1]
         block = jnp.pad(block, [(0, 0)] * len(lead) + [(0, pad)]).astype(jnp.uint32).reshape(*lead, number, ROWS, lanes)
@@ -75,7 +68,8 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 def unpack(raw: jax.Array, bits: int, n: int) -> jax.Array:
     lead, at, parts = raw.shape[:-1], 0, []
-    for first, number, lanes in _blocks(n):
+    for first, number, size in runs(n, BLOCK):
+        lanes = -(-size // ROWS)
         block = raw[..., at : at + number * lanes * bits].reshape(*lead, number, lanes * bits)
         at += number * lanes * bits
         codes = jnp.zeros((*lead, number, ROWS, lanes), jnp.uint32)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.native.rules import add, batch_exchange, define_impl, exchange_aval
 
@@ -50,7 +49,7 @@ def define(name: str) -> _compat.Primitive:
     primitive: _compat.Primitive = _compat.Primitive(name)
     define_impl(primitive)
     primitive.def_effectful_abstract_eval(exchange_aval)
-    batching.primitive_batchers[primitive] = functools.partial(batch_exchange, primitive)
-    ad.deflinear2(primitive, _transpose)
-    mlir.register_lowering(primitive, lambda ctx, x, *, net, **how: net.lower(ctx, x, **how))
+    _compat.batching.primitive_batchers[primitive] = functools.partial(batch_exchange, primitive)
+    _compat.ad.deflinear2(primitive, _transpose)
+    _compat.mlir.register_lowering(primitive, lambda ctx, x, *, net, **how: net.lower(ctx, x, **how))
     return primitive

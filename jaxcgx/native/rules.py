@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -70,7 +69,7 @@ def _plain(value: Any) -> Any:
 def one_by_one(function: Rule) -> Rule:
     """Maps a function over the first axis, like jax.vmap, which computes every branch of a lax.switch."""
     # JAX can't do that under shard_map's check_vma.
-    return lambda *operands: lax.map(lambda each: function(*each), operands)
+    return lambda *operands: jax.lax.map(lambda each: function(*each), operands)
 
 
 def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | None = None) -> list[jax.Array]:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding
 
 from jaxcgx.checks import check_type, spell_array, wrong
 from jaxcgx.native import registration
@@ -257,12 +256,12 @@ def _like(leaf: Any, new: Words) -> Any:
     return place(new, sharding_of(leaf)) if isinstance(leaf, jax.Array) else new
 
 
-def sharding_of(x: PyTree) -> Sharding | None:
+def sharding_of(x: PyTree) -> jax.sharding.Sharding | None:
     """Returns the sharding that an array was given; None: JAX chose it."""
     return x.sharding if isinstance(x, jax.ShapeDtypeStruct) or x.committed else None
 
 
-def place(value: np.ndarray[Any, Any], sharding: Sharding | None) -> jax.Array:
+def place(value: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
     """Returns an array of NumPy as one of JAX, of which each process needs only its part."""
     if sharding is None:
         return jnp.asarray(value)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from jaxcgx.checks import unexpected
 
@@ -102,7 +101,7 @@ class Index(NamedTuple):
         return index, start
 
 
-def needed(shape: tuple[int, ...], sharding: Sharding | None, elements: int) -> np.ndarray[Any, Any]:
+def needed(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, elements: int) -> np.ndarray[Any, Any]:
     """Returns bool[pieces of a leaf]: whether a device of this process has elements of the piece."""
     pieces = -(-math.prod(shape) // elements)
     if sharding is None or not shape:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.checks import (
     MOST,
@@ -342,7 +341,7 @@ def switch(phases: Sequence[Phase], count: jax.Array, branches: Sequence[Callabl
     if len(branches) == 1:
         return branches[0](*operands)
     now = sum((count >= phase.start).astype(jnp.int32) for phase in phases[1:])
-    return lax.switch(now, branches, *operands)
+    return jax.lax.switch(now, branches, *operands)
 
 
 def sparsification(

@@ -19,7 +19,6 @@ from jaxcgx.codecs import Cast, Codec, Eden, Lossless, MaxMin, Micro, PowerSGD, 
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.exchange import costs
-from jaxcgx.exchange.costs import Load, Time
 from jaxcgx.exchange.errors import Losses, drawn
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.native.layout import DTYPES
@@ -341,11 +340,11 @@ class Case:
             found += part * costs.sent(schedule, each, leaves, self.nodes, mover=mover)
         return round(found)
 
-    def _load(self, codec: Codec, leaves: Sequence[Route], mover: str | None) -> Load:
+    def _load(self, codec: Codec, leaves: Sequence[Route], mover: str | None) -> costs.Load:
         shares = self._shares(codec, leaves)
         if codec.low_rank:
-            return Load.of_factors(codec, shares, self.nodes)
-        return Load.of(codec, shares, raw=4 * sum(x.size for x in shares), ranks=self.nodes, mover=mover)
+            return costs.Load.of_factors(codec, shares, self.nodes)
+        return costs.Load.of(codec, shares, raw=4 * sum(x.size for x in shares), ranks=self.nodes, mover=mover)
 
     def _auto(self, codec: Codec, network: Network) -> str:
         """Returns the schedule that "auto" chooses. It is the same for all messages (exchange/costs.py)."""
@@ -359,24 +358,24 @@ class Case:
         others = (self.each - 1) / self.each * 4 * size
         return 2 * self.inner.wire(others, self.each - 1)
 
-    def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
+    def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, costs.Time]]:
         """Returns (its fraction of all gradients, its time) of each message, in the order in which they are sent."""
         sizes = [sum(leaf.size for leaf in leaves) for _, leaves in self._messages(codec)]
         # Whether Tcp adds up raw leaves
         own = network.mover == "tcp" and not codec.raw and schedule not in ("ring", "gather")
         auto = own and self._auto(codec, network) == schedule
-        found: list[tuple[float, Time]] = []
+        found: list[tuple[float, costs.Time]] = []
         for size, (each, leaves) in zip(sizes, self._messages(codec)):
             if each.raw:
                 raw = sum(x.size * x.dtype.itemsize for x in self._shares(each, leaves))
-                load = Load(self.nodes, 0, raw)
+                load = costs.Load(self.nodes, 0, raw)
                 known = own and all(x.dtype in DTYPES for x in leaves)
                 by = "psum" if not known else costs.choose(load, network) if auto else schedule
                 time = costs.seconds(by, load, network)
             elif each.low_rank:
                 load = self._load(each, leaves, None)._replace(raw=0)  # two sums of raw factors, and products
                 wire = 2 * costs.seconds(schedule, load, network).wire
-                time = Time(4 * size / network.encode * network.sharing, wire)
+                time = costs.Time(4 * size / network.encode * network.sharing, wire)
             else:
                 time = costs.seconds(schedule, self._load(each, leaves, network.mover), network)
             if self.each > 1:
@@ -385,7 +384,7 @@ class Case:
         return found
 
 
-def step_seconds(compute: float, messages: Sequence[tuple[float, Time]], overlap: bool) -> float:
+def step_seconds(compute: float, messages: Sequence[tuple[float, costs.Time]], overlap: bool) -> float:
     """Returns the seconds of a step, `compute` of which are those of the forward and the backward pass."""
     # `messages` are in the order in which they are sent: (the fraction of the backward pass that computes it, its time)
     # of each. With `overlap`, they are sent during the backward pass, but kernels still take turns with it.

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.native import ops, registration
@@ -151,9 +150,9 @@ def _loop(step: Callable[..., tuple[Any, Any]], *carry: Any) -> Callable[[], Any
     """Returns a compiled loop of a step, whose iterations all write to the same pages."""
 
     def body(_: Any, carry: Any) -> Any:
-        return lax.optimization_barrier(step(*lax.optimization_barrier(carry)))
+        return jax.lax.optimization_barrier(step(*jax.lax.optimization_barrier(carry)))
 
-    program = jax.jit(lambda carry: lax.fori_loop(0, _ITERATIONS, body, carry))
+    program = jax.jit(lambda carry: jax.lax.fori_loop(0, _ITERATIONS, body, carry))
     jax.block_until_ready(program(carry))
     return lambda: jax.block_until_ready(program(carry))
 

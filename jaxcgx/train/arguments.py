@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import KeyPath
 
 from jaxcgx import _compat, _programs
 from jaxcgx.checks import spell_array, wrong
@@ -318,7 +317,7 @@ def _is_variable(x: Any) -> bool:
 def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
     """Returns (differentiated leaves, leaves without gradient), each with None in place of the others."""
 
-    def differentiated(path: KeyPath[Any], x: Any) -> bool:
+    def differentiated(path: jax.tree_util.KeyPath[Any], x: Any) -> bool:
         if isinstance(x, jax.Array | np.ndarray | np.generic):
             return jnp.issubdtype(x.dtype, jnp.inexact)
         # A number in a module has no gradient in Equinox. A number in a dict has one in JAX.

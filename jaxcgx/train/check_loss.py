@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import KeyPath
 
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.train.batch import Words, axes_over, dimensions, split_batch
@@ -42,7 +40,7 @@ class Results(NamedTuple):
 class WholeBatch(NamedTuple):
     """A whole batch, and how the ranks divide it."""
 
-    paths: list[KeyPath[Any]]
+    paths: list[jax.tree_util.KeyPath[Any]]
     leaves: list[jax.Array]
     tree: PyTree
     dims: list[int | None]  # for each leaf, the dimension of the examples; None: it is whole
@@ -194,7 +192,7 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
         join = lambda x, d: x if d is None else jnp.concatenate(comm.allgather(jax.device_get(x)), d)
         leaves = list(map(join, leaves, dims))
         return WholeBatch(paths, leaves, tree, dims, sizes={None: comm.size}, place=lambda x: x)
-    sharding = NamedSharding(Mesh(mesh_or_comm.devices, mesh_or_comm.axis_names), P(names))
+    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(mesh_or_comm.devices, mesh_or_comm.axis_names), P(names))
     place = lambda x: jax.lax.with_sharding_constraint(x, sharding)
     return WholeBatch(paths, leaves, tree, dims, sizes=sizes, place=place)
 

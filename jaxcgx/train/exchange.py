@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
@@ -58,7 +57,7 @@ class At:
             groups.setdefault(tuple(sorted(axes, key=str)), []).append(i)  # in the same order in every process
         for axes, ids in groups.items():
             if axes:
-                total = lax.psum(jnp.stack(_compat.match_varying(*(numbers[i] for i in ids))), axes)
+                total = jax.lax.psum(jnp.stack(_compat.match_varying(*(numbers[i] for i in ids))), axes)
                 for i, x in zip(ids, total):
                     sums[i] = x
         return sums

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import as_array, check_choice, spell_array, wrong
@@ -160,7 +159,7 @@ def _joined(x: jax.Array, kind: str | int, parts: int) -> jax.Array:
 def added(x: jax.Array) -> jax.Array:
     """Returns the sum of the rows of [parts, ...] in their order, in a wide type."""
     numbers = x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-    return lax.scan(lambda total, row: (total + row, None), numbers[0], numbers[1:])[0]
+    return jax.lax.scan(lambda total, row: (total + row, None), numbers[0], numbers[1:])[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
@@ -210,7 +208,7 @@ class CentersTraining:
         return At(transport_over_axes(self.rounds.op, self.axis))
 
     def number(self) -> jax.Array:
-        return lax.axis_index(self.names)
+        return jax.lax.axis_index(self.names)
 
     def skipped(self, params: Params) -> PyTree:
         return Routes.of(self.rounds.op, self.rounds.plan, params).skipped
@@ -246,7 +244,7 @@ class CentersTraining:
             for turn in self.rounds.turns:
                 which = sum(jnp.where(act.due(given.steps), 1 + i, 0) for i, act in enumerate(turn))
                 branches = [lambda same: same, *(functools.partial(self._of_rank, act, act.part) for act in turn)]
-                given = lax.switch(which, branches, given)
+                given = jax.lax.switch(which, branches, given)
             return given
 
         specs = Ongoing(P(), P(), self.rows, [*(self.part,) * self.parts, None])
@@ -442,13 +440,13 @@ BYTES = 1024  # of the settings of a process, as JSON
 LONGEST = 64  # characters of a setting
 
 
-def check_same(function: str, settings: dict[str, str], mesh: Mesh) -> None:
+def check_same(function: str, settings: dict[str, str], mesh: jax.sharding.Mesh) -> None:
     """Checks that all processes of a mesh, which call it together, have the same settings, {argument: text}."""
     text = json.dumps({name: value[:LONGEST] for name, value in settings.items()}).encode()
     own = np.frombuffer(text.ljust(BYTES), np.uint8)[None]
-    rows = NamedSharding(mesh, P(mesh.axis_names))
+    rows = jax.sharding.NamedSharding(mesh, P(mesh.axis_names))
     given = jax.make_array_from_callback((mesh.size, BYTES), rows, lambda _: own)
-    gathered = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(given)
+    gathered = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(mesh, P()))(given)
     here = json.loads(text)
     for device, text in zip(mesh.devices.flat, np.asarray(gathered.addressable_data(0))):
         there = json.loads(text.tobytes())

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_choice, check_integer, spell_array, wrong
 from jaxcgx.plan.leaves import spell_path
@@ -153,7 +152,7 @@ def gather_state(state: PyTree, comm: Any) -> PyTree:
 
 
 class SavedLeaf(NamedTuple):
-    path: KeyPath[Any]
+    path: jax.tree_util.KeyPath[Any]
     value: Any
     keep: str  # as from `rows_keep`
 

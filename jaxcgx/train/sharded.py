@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import KeyPath
 
 from jaxcgx.checks import check_flag, check_integer, check_real, spell_array, wrong
 from jaxcgx.codecs.base import spell
@@ -194,7 +192,7 @@ class ShardedMesh(OverMesh):
         paths = [path for path, _ in jax.tree.leaves_with_path(params)]
         known, any_shape = like(params, self.whole), dict(zip(paths, self.shard_axes))
 
-        def spec_of(first: tuple[Any, ...], path: KeyPath[Any], x: jax.Array) -> P:
+        def spec_of(first: tuple[Any, ...], path: jax.tree_util.KeyPath[Any], x: jax.Array) -> P:
             spec = known(path, x.shape[len(first) :])
             if spec is not None:
                 return P(*first, *spec)
@@ -302,7 +300,7 @@ class ShardedMesh(OverMesh):
         dims = [d for d in cut.dimensions if d is not None]
         rank, after = self.net().rank, list[jax.Array]()
         for x, r, b, y, d in zip(leaves, rest, before, jax.tree.leaves(found), dims):
-            arrived = lax.dynamic_slice_in_dim(y, rank * x.shape[d], x.shape[d], d)
+            arrived = jax.lax.dynamic_slice_in_dim(y, rank * x.shape[d], x.shape[d], d)
             missing = r + (x.astype(jnp.float32) - arrived.astype(jnp.float32))
             after.append(jnp.where(jnp.isfinite(missing), missing, b))
         return found, tree.unflatten(after)

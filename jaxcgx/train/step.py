@@ -251,22 +251,17 @@ def put(state: PyTree, sharding: Any) -> PyTree:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rank:
-    """The functions of one rank. They run on all ranks by `Division.over`.
-
-    Attributes:
-      order: the numbers of the leaves in the order in which their gradients are ready, or in which they are needed.
-      state_of: a function from gradients to the shapes of the exchange's state, which it must fit. None: it isn't
-        checked.
-      number: the number of the rank's center, if it is one of `Rounds`.
-    """
+    """The functions of one rank. They run on all ranks by `Division.over`."""
 
     division: Division
     exchange: Exchange
     skipped: PyTree
     overlap: str | Priority | None
+    # The numbers of the leaves in the order in which their gradients are ready, or in which they are needed.
     order: tuple[int, ...] | None = None
+    # A function from gradients to the shapes of the exchange's state, which it must fit. None: it isn't checked.
     state_of: Callable[[Params], ExchangeState] | None = None
-    number: tuple[jax.Array, ...] = ()
+    number: tuple[jax.Array, ...] = ()  # the number of the rank's center, if it is one of `Rounds`
 
     def step(
         self,

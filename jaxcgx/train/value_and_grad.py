@@ -7,7 +7,6 @@ from typing import Any, ClassVar, ParamSpec
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat, _programs
@@ -327,7 +326,7 @@ class ValueAndGrad:
         """Returns the caller's value for the differentiated arguments as a list, or None if it is None."""
         if value is None or isinstance(self.argnums, int):
             return value if value is None else [value]
-        return [value] * len(self.argnums) if isinstance(value, P | NamedSharding) else list(value)
+        return [value] * len(self.argnums) if isinstance(value, P | jax.sharding.NamedSharding) else list(value)
 
     def _as_grads(self, grads: PyTree) -> PyTree:
         """Returns gradients as jax.value_and_grad does, or for modules of Flax NNX as nnx.value_and_grad does."""

@@ -15,11 +15,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from mpi4py import MPI
 
 from jaxcgx import _compat
-from jaxcgx._compat import mlir
 from jaxcgx.checks import unexpected
 from jaxcgx.native.processes import define, exchange
 from jaxcgx.transports.base import Leaders, Pairs, ProcessRanks, countable
@@ -42,18 +40,13 @@ MOST = 2**31 - 1  # the most elements, because mpi4jax counts them in C's int
 
 @dataclasses.dataclass(frozen=True)
 class _Ranks(ProcessRanks):
-    """The ranks of a communicator. transports/base.py documents the members of a transport.
+    """The ranks of a communicator. transports/base.py documents the members of a transport."""
 
-    Attributes:
-      handle: MPI's handle of a communicator that nothing else uses.
-      cross: the ranks that have the same place in their nodes as this rank. None: nodes don't matter. Otherwise, all
-        nodes are of equal size, and the ranks are in the order of the nodes.
-      inner: then, the ranks of this rank's node.
-    """
-
-    handle: int = dataclasses.field(kw_only=True)
+    handle: int = dataclasses.field(kw_only=True)  # MPI's handle of a communicator that nothing else uses
+    # The ranks that have the same place in their nodes as this rank. None: nodes don't matter. Otherwise, all nodes are
+    # of equal size, and the ranks are in the order of the nodes.
     cross: "Comm | None" = dataclasses.field(default=None, kw_only=True)
-    inner: "Net | None" = dataclasses.field(default=None, kw_only=True)
+    inner: "Net | None" = dataclasses.field(default=None, kw_only=True)  # then, the ranks of this rank's node
 
     @property
     def comm(self) -> Any:
@@ -88,7 +81,7 @@ class Comm(_Ranks):
 
     def lower(self, ctx: Any, x: Any, operation: str, argument: Any) -> Any:
         run = functools.partial(_run, operation=operation, net=self, argument=argument)
-        return mlir.lower_fun(run, multiple_results=False)(ctx, x)
+        return _compat.mlir.lower_fun(run, multiple_results=False)(ctx, x)
 
     def shift(self, row: jax.Array) -> jax.Array:
         return self.permute(row, [(rank, (rank + 1) % self.size) for rank in range(self.size)])
@@ -152,8 +145,8 @@ def _run(x: jax.Array, operation: str, net: Comm, argument: Any) -> jax.Array:
         _check_count(x.size)
         return mpi4jax.allreduce(x.astype(jnp.float32) if short else x, MPI.SUM, comm=net.comm).astype(x.dtype)
     if short:  # the others only move elements
-        bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-        return lax.bitcast_convert_type(_run(bits, operation, net, argument), x.dtype)
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        return jax.lax.bitcast_convert_type(_run(bits, operation, net, argument), x.dtype)
     _check_count(x.size // net.size if operation == "all_to_all" else x.size)
     if operation == "all_to_all":
         return mpi4jax.alltoall(x, comm=net.comm)

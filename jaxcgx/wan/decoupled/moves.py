@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, NamedSharding, Sharding
 
 from jaxcgx import _programs
@@ -106,11 +105,11 @@ class Packing:
             return choose(finite(parts), added, total), None
 
         def step(total: PyTree, given: PyTree) -> tuple[PyTree, None]:
-            return lax.cond(given[1] > 0, add, lambda total, _: (total, None), total, given)
+            return jax.lax.cond(given[1] > 0, add, lambda total, _: (total, None), total, given)
 
         zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf in self.leaves]
         start = jax.tree_util.tree_map(jnp.zeros_like, self._terms(zeros, jnp.float32(0)))
-        (weight, norms, sums), _ = lax.scan(step, start, (rows, weights))
+        (weight, norms, sums), _ = jax.lax.scan(step, start, (rows, weights))
         least = jnp.maximum(weight, TINY)
         means = [
             _unit(x) * (norm / least) if leaf.radial else x / least for leaf, norm, x in zip(self.leaves, norms, sums)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_batching import custom_vmap
 
 from jaxcgx import _compat
@@ -343,7 +342,7 @@ class Transmission:
         shares = self.how.shares
         if level is None:
             return run(shares[0])
-        return lax.switch(after(self.turn, level), [functools.partial(run, k) for k in shares])
+        return jax.lax.switch(after(self.turn, level), [functools.partial(run, k) for k in shares])
 
     def _contributions(self, behind: PyTree) -> Sequence[jax.Array | None]:
         """Returns the contributions after this step, the same on every rank. They travel after the tree `behind`."""
@@ -451,14 +450,14 @@ class Transmission:
         def pend(b: Blocks, x: jax.Array, count: Any) -> jax.Array:
             size = b.count - b.share(shares[0])
             padded = jnp.pad(jnp.where(first, 0, x), ((0, b.share(shares[-1]) - b.share(shares[0])), (0, 0)))
-            return lax.dynamic_slice_in_dim(padded, count, size)
+            return jax.lax.dynamic_slice_in_dim(padded, count, size)
 
         held, lost = ([pair and pair[i] for pair in each(hold, *blocks)] for i in (0, 1))
         other = lambda: Portion(each(jnp.zeros_like, blocks.means), lost)
         if rest == "quantize":
             other = lambda: self._with_share(level, functools.partial(send, self._outermost(SHORT)))
         # In the first step, the share is the largest one.
-        sent = lax.cond(first, lambda: send(None, shares[-1]), other)
+        sent = jax.lax.cond(first, lambda: send(None, shares[-1]), other)
         return sent, each(lambda x, b, count: pend(b, x, count), held, self.cut, self._counts(level))
 
     def _outermost(self, codec: Codec) -> Codecs:
