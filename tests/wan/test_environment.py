@@ -28,6 +28,7 @@ def test_dgt(value, rest):
 
 
 def test_hfa():
+    assert from_env({"MXNET_KVSTORE_USE_HFA": "1"}).exchange == cgx.wan.HFA(cgx.Raw())
     given = {"MXNET_KVSTORE_USE_HFA": "1", "MXNET_KVSTORE_HFA_K2": "5", "DMLC_UDP_CHANNEL_NUM": "3"}
     assert from_env(given).exchange == cgx.wan.HFA(cgx.Raw(), k1=20, k2=5)
 
