@@ -4,9 +4,13 @@
 
 Mutants are drawn by the seed over all modules, each module as likely as it has places. A mutant is killed by the first
 test that fails. The tests that enter its line run, the quickest first (mutant/entered.py finds them, once). A line that
-an import enters is tested by those that enter any function of its file. Where no test does, those of the folder run,
-then those of everything. Results are kept in benchmarks/results/mutants.json, so an interrupted run continues; a mutant
-runs again if its line changed.
+an import enters is tested by those that enter any function of its file. Where no test does, those of the module's file
+of tests run, then those of its folder, then those of everything.
+
+benchmarks/results/mutants.json keeps what was drawn and its results, so an interrupted run continues. If the line of a
+mutant changes, another is drawn in its place. A mutant runs again if the test that killed it is gone. `--again` runs
+those of one result again, as `--again survived`, or all, first against the test that killed them. With `--tests`, only
+these tests run.
 """
 
 import argparse
@@ -99,11 +103,12 @@ def places(path):
             yield node.lineno, start(node), end(node), f"({text})" if isinstance(node, ast.expr) else text
 
 
-def drawn(count, seed):
-    """Returns the mutants that a seed draws: (path, place)."""
+def drawn(count, seed, known):
+    """Returns {what a mutant changes: (path, place)}: those of `known` that the code still has, then others by seed."""
     paths = sorted(path for path in (ROOT / "jaxcgx").rglob("*.py") if path.name != "__init__.py")
-    every = [(path, place) for path in paths for place in places(path)]
-    return random.Random(seed).sample(every, count)
+    every = {alike(described(path, place)): (path, place) for path in paths for place in places(path)}
+    order = lambda change: (change not in known, random.Random(f"{seed} {change}").random())
+    return {change: every[change] for change in sorted(every, key=order)[:count]}
 
 
 @functools.cache
@@ -145,7 +150,17 @@ def tests_of(path, line):
     if found := entering(path, line):
         return [found]
     folder = ROOT / "tests" / path.relative_to(ROOT / "jaxcgx").parts[0]
-    return [[str(folder.relative_to(ROOT))] if folder.is_dir() else [], list(EVERYTHING)]
+    near = [str(each.relative_to(ROOT)) for each in (folder / f"test_{path.stem}.py", folder) if each.exists()]
+    return [*([each] for each in near), list(EVERYTHING)]
+
+
+def killer(row):
+    """Returns the function of tests that killed a mutant, "" if it is gone, or None if no test did."""
+    test, _, _ = (row["by"] or "").partition("[")
+    if row["result"] != KILLED or not test.startswith("tests/"):
+        return None
+    file, _, name = test.partition("::")
+    return test if (ROOT / file).is_file() and name in (ROOT / file).read_text() else ""
 
 
 def run(tests, module, path):
@@ -158,7 +173,8 @@ def run(tests, module, path):
         return "a hang"
     if "ERROR: not found" in done.stdout + done.stderr:
         raise RuntimeError("mutate: tests have other names now; remove build/entered, so that they are found anew")
-    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    lines = [line.partition(" - ")[0] for line in done.stdout.splitlines()]
+    failed = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return failed[0] if failed else None if done.returncode == 0 else "pytest"
 
 
@@ -171,18 +187,23 @@ def described(path, place):
     return dict(file=file, line=line, code=whole, before=code[start:end].decode(), after=text)
 
 
-def examined(path, place):
-    """Returns the row of a mutant, after its tests."""
+def alike(row):
+    """Returns what a mutant changes, wherever its line is."""
+    return tuple(row[name] for name in ("file", "code", "before", "after"))
+
+
+def examined(path, place, tests):
+    """Returns the row of a mutant after `tests`, lists of them."""
     row, (_, start, end, text), code = described(path, place), place, path.read_bytes()
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         mutant = pathlib.Path(folder, path.name)
         mutant.write_bytes(code[:start] + text.encode() + code[end:])
-        killer = next(filter(None, (run(tests, module, mutant) for tests in tests_of(path, row["line"]))), None)
+        by = next(filter(None, (run(each, module, mutant) for each in tests)), None)
     reason = REASONS.get((row["file"], row["code"]))
-    result = KILLED if killer else EQUIVALENT if reason else SURVIVED
-    return row | dict(result=result, by=killer or reason, seconds=round(time.monotonic() - begun))
+    result = KILLED if by else EQUIVALENT if reason else SURVIVED
+    return row | dict(result=result, by=by or reason, seconds=round(time.monotonic() - begun))
 
 
 def table(data):
@@ -207,28 +228,37 @@ def main():
     parser.add_argument("--count", type=int, default=150, help="the number of mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=150, help="no mutant begins later")
-    parser.add_argument("--only", type=int, nargs="*", help="the numbers of mutants to run, in the order of the draw")
+    results_of = [KILLED, SURVIVED, EQUIVALENT, "all"]
+    parser.add_argument("--again", choices=results_of, help="run those with this result again")
+    parser.add_argument("--only", nargs="+", metavar="FILE:LINE", help="run the mutants of these places")
+    parser.add_argument("--tests", nargs="+", help="run these tests, no others")
     options = parser.parse_args()
     file, begun = RESULTS / "mutants.json", time.monotonic()
-    known = results.read(file)["rows"] if file.exists() else []
-    data = results.origin("make mutate") | dict(seed=options.seed, count=options.count, rows=[])
-    alike = lambda row: tuple(row[name] for name in ("file", "code", "before", "after"))
-    mutants = drawn(options.count, options.seed)
-    new = [described(*mutant) for mutant in mutants]
-    rows = {alike(row): row for row in known}
-    asked = options.only or [i for i, row in enumerate(new) if alike(row) not in rows]
+    rows = {alike(row): row for row in (results.read(file)["rows"] if file.exists() else [])}
+    data = results.origin("make mutate") | dict(seed=options.seed, count=options.count)
+    mutants = drawn(options.count, options.seed, rows)
 
-    def examine(i):
+    def asked(change):
+        if options.only:
+            return f"{change[0]}:{mutants[change][1][0]}" in options.only
+        row = rows.get(change)
+        return row is None or options.again in ("all", row["result"]) or killer(row) == ""
+
+    def examine(change):
         if time.monotonic() - begun < 60 * options.minutes:
-            rows[alike(new[i])] = row = examined(*mutants[i])
+            path, place = mutants[change]
+            tests = [options.tests] if options.tests else tests_of(path, place[0])
+            if change in rows and (test := killer(rows[change])) and not options.tests:
+                tests.insert(0, [test])
+            rows[change] = row = examined(path, place, tests)
             what = f"{row['file']}:{row['line']} {row['before']!r} -> {row['after']!r}"
-            print(f"{i}: {what}: {row['result']} {row['by'] or ''}", flush=True)
+            print(f"{what}: {row['result']} {row['by'] or ''}", flush=True)
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(examine, asked):
+        for _ in pool.map(examine, filter(asked, mutants)):
             results.write(file, data | dict(rows=list(rows.values())))
     # A line that is still there may have moved.
-    data["rows"] = [rows[alike(row)] | dict(line=row["line"]) for row in new if alike(row) in rows]
+    data["rows"] = [rows[each] | dict(line=place[0]) for each, (_, place) in mutants.items() if each in rows]
     results.write(file, data)
     (RESULTS / "mutants.md").write_text("\n".join(table(data)) + "\n")
 

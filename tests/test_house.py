@@ -5,9 +5,11 @@ Python, ruff limits parameters and complexity, and knows which modules of JAX on
 """
 
 import ast
+import dataclasses
 import functools
 import pathlib
 import re
+import sys
 
 import pytest
 from helpers import load_script
@@ -255,6 +257,15 @@ def test_native_code_asks_traits_which_codec_it_has():
         "only codec/base.h, dispatch.h and traits.h know one codec from another; ask traits_of, with a new trait if it "
         "needs one",
     )
+
+
+def test_values_are_frozen():
+    """Four are filled in step by step, and two are arguments of Orbax."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("jaxcgx.")]
+    classes = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    values = [each for each in classes if each.__module__.startswith("jaxcgx.") and dataclasses.is_dataclass(each)]
+    changing = {each.__name__ for each in values if not each.__dataclass_params__.frozen}
+    assert changing - {"Restore", "Save"} == {"Assembly", "Grid", "Outputs", "Rotated"}
 
 
 def test_the_package_is_typed():

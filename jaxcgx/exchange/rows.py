@@ -19,7 +19,7 @@ from jaxcgx.exchange.routes import Envelope, Travel
 from jaxcgx.transports.base import Pairs, join_rows, split_rows
 from jaxcgx.typing import Key, PyTree
 
-NO_ROW = 2**31 - 1  # an index past the end of every array
+NO_ROW = jnp.iinfo(jnp.int32).max  # an index past the end of every array
 
 
 def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying", as_parts: bool = False) -> PyTree:

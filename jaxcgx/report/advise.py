@@ -197,7 +197,7 @@ class Advice:
             self.break_even, f"Compression gains below {spell_rate(float(f'{self.break_even:.3g}'))}."
         )
         if self.plan is None or best is None:
-            least = min((row for row in self.rows[1:] if row.candidate), key=lambda row: row.error)
+            least = min((row for row in self.rows if row.candidate), key=lambda row: row.error)
             if least.error > self.max_error:
                 words = (
                     f"No candidate has an error of at most max_error={self.max_error:g}; the smallest is "
@@ -415,7 +415,7 @@ def _sample(gradients: Any, matrix: bool) -> Any:
 def _advice(
     case: Case, rows: list[Choice], networks: dict[Choice, Network], max_error: float, constants: Any, measured: str
 ) -> Advice:
-    raw, candidates = rows[0], [row for row in rows[1:] if row.candidate]
+    raw, candidates = rows[0], [row for row in rows if row.candidate]
     able = [row for row in candidates if row.error <= max_error]
     fastest = min(able or candidates, key=lambda row: row.step)
     # Among the rows that are nearly as fast as the fastest, take the one with the smallest error.

@@ -231,7 +231,7 @@ class _Axes:
         return self._known(found.groups, found.operation == "collective-permute" and not found.over, wanted)
 
     def _find(self, groups: hlo.Groups, permutes: bool, wanted: Names) -> tuple[Names | None, int]:
-        for mesh in sorted(self.meshes, key=lambda mesh: not set(wanted) <= set(mesh)):
+        for mesh in sorted(self.meshes, key=lambda mesh: len(set(wanted) - set(mesh))):
             names = _permuted(groups, mesh) if permutes else _grouped(groups, mesh)
             if names is not None:
                 return names, math.prod(mesh[name] for name in names)

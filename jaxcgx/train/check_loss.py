@@ -237,9 +237,9 @@ def _scale(whole: Results, parts: Results) -> np.ndarray[Any, Any]:
 def _limit(params: Params, wholes: list[Results]) -> float:
     """Returns the relative difference that counts as rounding, from what the order of the examples changes."""
     losses = np.array([each.loss for each in wholes], np.float32)
-    dtypes = [jnp.result_type(x) for x in jax.tree.leaves(params)]
+    dtypes = [jnp.dtype(jnp.float32), *map(jnp.result_type, jax.tree.leaves(params))]
     dtypes += [jnp.dtype(jnp.bfloat16)] * bool((losses == losses.astype(jnp.bfloat16)).all())
-    eps = max((float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.inexact)), default=0.0)
+    eps = max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.inexact))
     first = _vector(wholes[0])
     noise = max(_gap(first, _vector(each), _norms(first)) for each in wholes)
     return min(max(LEAST, 8 * noise, 8 * eps), MOST)

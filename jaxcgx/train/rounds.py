@@ -379,7 +379,7 @@ class StepOfCenters(Step):
             return super().__call__(state, batch, key)
         last, number = self._last
         now = self._arrays(state)
-        if len(now) != len(last) or any(x is not y for x, y in zip(now, last)):
+        if list(map(id, now)) != list(map(id, last)):
             number, state = self._begin(state)
         with self.checked(batch):
             inner, loss, telemetry = self._train(inside(state), batch, key)

@@ -152,6 +152,8 @@ def test_raw_leaves_with_a_codec_for_each_axis_go_by_axis(check_vma):
     plan = cgx.Plan({"a": cgx.Raw(), "b": cgx.Raw()}, min_size=0, skip_1d=False)
     x = {"x": normal((2, 4, 10, 30)), "scalar": normal((2, 4)), "step": jnp.ones((2, 4, 3), jnp.int32)}
     run = lambda f: on_ranks(f, mesh(2, 4), check_vma=check_vma)
+    same = dict(mesh=mesh(2, 4), in_specs=P("a", "b"), out_specs=P(), check_vma=check_vma)
+    jax.eval_shape(jax.shard_map(lambda t: cgx.compressed_psum(t, ("a", "b"), plan), **same), x)
     for ours, plain in ((cgx.compressed_psum, lax.psum), (cgx.compressed_pmean, lax.pmean)):
         got, expected = (run(f)(x) for f in (lambda t: ours(t, ("a", "b"), plan), lambda t: plain(t, ("a", "b"))))
         assert_trees(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)

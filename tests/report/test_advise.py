@@ -140,7 +140,7 @@ def test_sure_is_what_errors_of_both_steps_do_not_change():
 
 
 def test_leaves_of_a_message_share_its_latency():
-    leaves = lambda n: [jax.ShapeDtypeStruct((2**16 // n, 64), jnp.float32)] * n
+    leaves = lambda n: [jax.ShapeDtypeStruct((2**10 // n, 64), jnp.float32)] * n
     one, four = ([row.exchange for row in advice(leaves(n)).rows] for n in (1, 4))
     assert one == pytest.approx(four, rel=0.02) and len(one) > 1
 
@@ -359,7 +359,7 @@ def test_models_have_their_published_numbers_of_parameters(name):
 def test_a_number_of_parameters_in_layers():
     found = shapes.read("340M", 24)
     sizes = {name: x.size for name, x in found.items()}
-    assert sum(sizes.values()) == 340_000_000 and sizes.pop("rest") < 340_000_000 / 100
+    assert sum(sizes.values()) == 340_000_000 and 0 <= sizes.pop("rest") < 340_000_000 / 100
     assert {name.split("/")[1] for name in sizes} == {*map(str, range(24))}
     assert sum(x.size for x in shapes.read("25", 1).values()) == 25  # of width 1
 
@@ -407,7 +407,7 @@ def test_hours_and_cost_of_a_run(capsys):
 def test_the_answer_comes_first_then_the_fastest_rows():
     found = advice(codecs=CODECS, over=None)
     verdict, *_, few, _ = str(found).split("\n\n")
-    assert verdict == found.verdict and "best" in few and len(few.splitlines()) == 2 + 1 + advise.SHOWN
+    assert verdict == found.verdict and "best" in few and len(few.splitlines()) == 2 + 1 + 5  # as docs/planner.md says
     *_, every, _ = found.spell(every=True).split("\n\n")
     assert len(every.splitlines()) == 2 + len(found.rows) > len(few.splitlines())
 
@@ -460,6 +460,7 @@ def test_what_the_command_refuses(words, said):
     ("options", "said"),
     [
         (dict(gradients=[{"w": np.ones((4, 4))}]), "advise gradients"),
+        (dict(gradients=[{"w": np.ones((4, 4))}, {"w": np.ones((4, 5))}]), "advise gradients 2 trees"),
         (dict(tree={"w": 3.0}), "advise tree leaf ['w'] 3.0"),
         (dict(tree={"w": types.SimpleNamespace(shape=(4,))}), "advise tree leaf ['w'] namespace"),
         (dict(compute_ms=-1), "advise compute_ms -1"),

@@ -13,7 +13,7 @@ from jaxcgx.wan.geomx.environment import CLASHES, UNUSED, VARIABLES, Overlaid, f
 
 def test_defaults_turn_nothing_on():
     assert len(VARIABLES) == 14
-    assert from_env({"DMLC_ROLE": "worker"}) == (cgx.Feedback(cgx.Raw()), None, 1)
+    assert from_env({"DMLC_ROLE": "worker", "DMLC_NUM_GLOBAL_SERVER": "1"}) == (cgx.Feedback(cgx.Raw()), None, 1)
     given = {"MXNET_KVSTORE_HFA_K1": "5", "DMLC_UDP_CHANNEL_NUM": "7"}
     assert from_env(given, cgx.MaxMin(4)) == (cgx.Feedback(cgx.MaxMin(4)), None, 1)
 
@@ -28,6 +28,7 @@ def test_dgt(value, rest):
 
 
 def test_hfa():
+    assert from_env({"MXNET_KVSTORE_USE_HFA": "1"}).exchange == cgx.wan.HFA(cgx.Raw())
     given = {"MXNET_KVSTORE_USE_HFA": "1", "MXNET_KVSTORE_HFA_K2": "5", "DMLC_UDP_CHANNEL_NUM": "3"}
     assert from_env(given).exchange == cgx.wan.HFA(cgx.Raw(), k1=20, k2=5)
 
