@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import table
 from jax._src import xla_bridge
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -126,36 +127,27 @@ def test_checksums_tell_dtypes_and_shapes_apart():
     assert checksum({"a": x}) == checksum([jnp.asarray(x)]) == checksum(x)
 
 
-def test_other_trees_are_refused():
-    old, new = {"w": np.zeros((2, 3), np.float32)}, {"w": np.ones((2, 3), np.float32)}
-    patch = encode(old, new)
-    with pytest.raises(ValueError, match=r"'old': expected a tree with the checksum .* apply all patches in the order"):
-        apply(new, patch)
-    with pytest.raises(ValueError, match="'old': expected a tree with the checksum"):
-        apply({"w": old["w"].reshape(3, 2)}, patch)
-    with pytest.raises(ValueError, match="'old': expected the 1 leaves that the patch is for, got 2"):
-        apply([old, old], patch)
-    with pytest.raises(ValueError, match=r"leaf \['w'\]: expected 6 words of 4 bytes, .*, got float32\[2\]"):
-        apply({"w": np.zeros(2, np.float32)}, patch)
-    with pytest.raises(TypeError, match=r"'patch': expected what .*frombytes returns, got b'cgxpatch"):
-        apply(old, patch.tobytes())
-    with pytest.raises(ValueError, match=r"'new': expected the structure of 'old'"):
-        encode(old, {"v": new["w"]})
-    with pytest.raises(
-        ValueError, match=r"'new', leaf \['w'\]: expected float32\[2, 3\], as in 'old', got float32\[6\]"
-    ):
-        encode(old, {"w": new["w"].reshape(6)})
-
-
-def test_leaves_that_have_no_bits_are_refused():
-    key, x = jax.random.key(0), jnp.ones(3)
-    with pytest.raises(TypeError, match=r"'old': expected an array with values, .*; call it outside of jax.jit"):
-        jax.jit(lambda x: apply(x, encode(x, x)))(x)
-    for tree in ([3.0], ["a"], np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.zeros(2, "f4,f4")):
-        with pytest.raises(TypeError, match="patch.checksum: argument 'tree'.*: expected"):
-            checksum(tree)
-    with pytest.raises(TypeError, match=r"pass jax.random.key_data of a key"):
-        encode({"key": key}, {"key": key})
+OLD, NEW = {"w": np.zeros((2, 3), np.float32)}, {"w": np.ones((2, 3), np.float32)}
+PATCH, KEY = encode(OLD, NEW), jax.random.key(0)
+NO_ARRAYS = [3.0], ["a"], np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.zeros(2, "f4,f4")
+apply_to = lambda old, patch=PATCH: lambda: apply(old, patch)
+ERRORS = {
+    "patch.apply": [
+        (apply_to(NEW), ValueError, "old", "a tree with the checksum", "apply all patches in the order"),
+        (apply_to({"w": OLD["w"].reshape(3, 2)}), ValueError, "old", "a tree with the checksum"),
+        (apply_to([OLD, OLD]), ValueError, "old", "the 1 leaves 2"),
+        (apply_to({"w": np.zeros(2, np.float32)}), ValueError, "old ['w']", "6 words of 4 bytes float32[2]"),
+        (apply_to(OLD, PATCH.tobytes()), TypeError, "patch", "jaxcgx.patch.Patch.frombytes returns b'"),
+    ],
+    "patch.encode": [
+        (lambda: encode(OLD, {"v": NEW["w"]}), ValueError, "new", "the structure of 'old'"),
+        (lambda: encode(OLD, {"w": NEW["w"].reshape(6)}), ValueError, "new ['w']", "float32[2, 3] float32[6]"),
+        (lambda: jax.jit(lambda x: encode(x, x))(jnp.ones(3)), TypeError, "old", "", "outside of jax.jit"),
+        (lambda: encode({"key": KEY}, {"key": KEY}), TypeError, "old ['key']", "", "pass jax.random.key_data"),
+    ],
+    "patch.checksum": [(lambda tree=tree: checksum(tree), TypeError, "tree") for tree in NO_ARRAYS],
+}
+test_errors = table(ERRORS)
 
 
 def test_altered_bytes_are_refused():

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from errors import raises, refused, rows, says, table
-from gradients import CODEC, PARAMS, RANKS, X, errors_of, fed, loss_fn, mesh_of, place
+from gradients import CODEC, RANKS, errors_of, fed, loss_fn, mesh_of, place
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import PARAMS, X
 
 import jaxcgx as cgx
 
@@ -50,7 +51,7 @@ def two_kinds_of_axes():
     cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh, param_specs=specs)(PARAMS, X)
 
 
-SHARDED = place(mesh_of(AxisType.Auto), jnp.ones(8))
+SHARDED, NO_MESH = place(mesh_of(AxisType.Auto), jnp.ones(8)), cgx.value_and_grad(loss_fn, "data", CODEC)
 pair = lambda p, x: (loss_fn(p, x), 1.0)
 vectors = lambda p, x: (errors_of(p, x).mean(-1), jnp.ones(len(x)))
 matmul = lambda p, x: jnp.dot(x, p["w"], out_sharding=P("data")).mean()
@@ -61,13 +62,7 @@ BAD_CALLS = {
         (lambda: asked(plan={"other": CODEC}), ValueError, "plan", "{'other'"),
         (lambda: asked(plan=cgx.Feedback(CODEC)), TypeError, "plan", "Feedback", "jaxcgx.compress_gradients('data'"),
         (lambda: asked(plan=None, given=dict(codec_key=jax.random.key(0))), ValueError, "codec_key", "one", "seed="),
-        (
-            lambda: jax.jit(cgx.value_and_grad(loss_fn, "data", CODEC))(PARAMS, X),
-            ValueError,
-            "mesh",
-            "None",
-            "jax.set_mesh",
-        ),
+        (lambda: jax.jit(NO_MESH)(PARAMS, X), ValueError, "mesh", "None", "jax.set_mesh"),
         (lambda: asked(axis="model"), ValueError, "axis_name", "'model'"),
         (lambda: asked(argnums=3), ValueError, "argnums", "3"),
         (lambda: asked(argnums="w"), TypeError, "argnums", "'w'"),

@@ -9,81 +9,44 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from gradients import (
-    CODEC,
-    KINDS,
-    MAPPED,
-    MASK,
-    PARAMS,
-    RANKS,
-    X,
-    called,
-    close,
-    errors_of,
-    fed,
-    global_mean,
-    loss_fn,
-    mesh_of,
-    place,
-    weighted_fn,
-)
+from gradients import CODEC, KINDS, MAPPED, MASK, RANKS, called, close, errors_of, fed, loss_fn, mesh_of, place
 from helpers import assert_same_trees, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import PARAMS, X
 
 import jaxcgx as cgx
 
 
-def learned_fn(params, x, mask):
-    """The weights depend on the parameters."""
-    weights = mask * jax.nn.sigmoid(x @ params["w"][:, 0])
+def weighted_fn(params, x, mask, learned=True):
+    """A weighted mean. The weights may depend on the parameters."""
+    weights = mask * jax.nn.sigmoid(x @ params["w"][:, 0]) if learned else mask
     return (errors_of(params, x).mean(-1) * weights).sum(), weights.sum()
-
-
-@KINDS
-@MAPPED
-@pytest.mark.short
-@pytest.mark.parametrize("how", ["jit", "context", "arrays"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_like_jax_with_raw(kind, ranks, how, weighted):
-    mesh = mesh_of(kind)
-    fun, plain = (learned_fn, lambda *args: jnp.divide(*learned_fn(*args))) if weighted else (loss_fn, loss_fn)
-    options = dict(weighted=weighted, ranks=ranks)
-    found = called(how, mesh, cgx.value_and_grad(fun, "data", cgx.Raw(), **options), PARAMS, X, MASK)
-    expected = jax.value_and_grad(plain)(PARAMS, X, MASK)
-    close(found, expected)
-    if how == "jit":  # grad takes its mesh and shardings from the same place
-        close(called(how, mesh, cgx.grad(fun, "data", cgx.Raw(), **options), PARAMS, X, MASK), expected[1])
 
 
 def own_fn(params, x, mask=None):
     """A rank's loss. The mean over the ranks is the weighted mean of the whole batch."""
     if mask is None:
         return loss_fn(params, x)
-    total, weight = weighted_fn(params, x, mask)
+    total, weight = weighted_fn(params, x, mask, learned=False)
     return total / lax.pmean(weight, "data")
 
 
 def every_way(place, params, *batch):
-    """Returns the gradients of every way to write a step in that place."""
+    """Returns the gradients of every way to write a step in that place: of `fun`, and of `own_fn`."""
     weighted = len(batch) == 2
     fun = weighted_fn if weighted else loss_fn
     asked = cgx.grad(fun, "data", cgx.Raw(), weighted=weighted)
     if place in ("Auto", "Explicit"):
         mapped = cgx.grad(fun, "data", cgx.Raw(), weighted=weighted, ranks="vmap")
-        return {"value_and_grad": asked(params, *batch), "vmap": mapped(params, *batch)}
+        return [asked(params, *batch), mapped(params, *batch)], []
     mean = lambda grads: cgx.compressed_pmean(grads, "data", cgx.Raw())
     synchronised = lambda params, *batch: own_fn(cgx.sync_in_backward(params, "data", cgx.Raw()), *batch)
-    found = {
-        "value_and_grad": asked(params, *batch),
-        "and the mean that was there": lax.pmean(asked(params, *batch), "data"),
-        "without a plan": mean(cgx.grad(own_fn, "data", None)(params, *batch)),
-        "sync_in_backward": jax.grad(synchronised)(params, *batch),
-    }
+    own = [mean(cgx.grad(own_fn, "data", None)(params, *batch)), jax.grad(synchronised)(params, *batch)]
     if place != "check_vma":  # under check_vma JAX has summed these already, and compressed_pmean raises an error
-        found["jax.grad"] = mean(jax.grad(own_fn)(params, *batch))
-    return found
+        own.append(mean(jax.grad(own_fn)(params, *batch)))
+    return [asked(params, *batch), lax.pmean(asked(params, *batch), "data")], own
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -104,10 +67,10 @@ def test_no_style_changes_a_number(place, weighted):
             found = jax.jit(step)(
                 jax.device_put(PARAMS, NamedSharding(mesh, P())), *jax.device_put(batch, NamedSharding(mesh, P("data")))
             )
-    expected = jax.grad(global_mean if weighted else loss_fn)(PARAMS, *batch)
-    assert len(found) == {"Auto": 2, "Explicit": 2, "check_vma": 4}.get(place, 5)
-    for grads in found.values():
-        close(grads, expected)
+    for ways, learned in zip(found, (True, False), strict=True):
+        plain = lambda *args: jnp.divide(*weighted_fn(*args, learned=learned)) if weighted else loss_fn(*args)
+        for grads in ways:
+            close(grads, jax.grad(plain)(PARAMS, *batch))
 
 
 @jax.custom_vjp
@@ -172,11 +135,8 @@ def test_losses_that_look_at_all_ranks(kind, ranks):
         averaged = cgx.value_and_grad(mean, "data", cgx.Raw(), ranks=ranks)(params, x)
         total = lambda p, x: (errors_of(p, x).sum(), 1 / lax.axis_size("data"))
         summed = cgx.value_and_grad(total, "data", cgx.Raw(), weighted=True, ranks=ranks)(params, x)
-        return (
-            averaged,
-            summed,
-            cgx.value_and_grad(normalised, "data", cgx.Raw(), **declared)(params, jnp.int32(3), x),
-        )
+        whole = cgx.value_and_grad(normalised, "data", cgx.Raw(), **declared)(params, jnp.int32(3), x)
+        return averaged, summed, whole
 
     averaged, summed, ((value, (center, count)), grads) = called("jit", mesh_of(kind), both, PARAMS, X)
     close(averaged, jax.value_and_grad(loss_fn)(PARAMS, X))
@@ -227,50 +187,25 @@ def test_a_loop_outside_of_jit():
     close(asked(), expected())
 
 
-def by_hand(params, x, carry=None):
-    def step(params, x, carry):
-        grads = cgx.grad(loss_fn, "data", None)(params, x)
-        if carry is None:
-            return cgx.compressed_pmean(grads, "data", CODEC), None
-        mean, kept = cgx.compressed_pmean(grads, "data", CODEC, carry=jax.tree.map(lambda r: r[0], carry))
-        return mean, jax.tree.map(lambda r: r[None], kept)
-
-    mesh = mesh_of(AxisType.Auto)
-    specs = (P(), P("data"), P("data"))
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(), P("data"))))(params, x, carry)
-
-
 @KINDS
 @pytest.mark.parametrize("how", ["jit", "arrays"])
-def test_feedback(kind, how):
-    """An optimizer's first part exchanges the gradients of all ranks."""
-    mesh = mesh_of(kind)
-    exchange, state = fed(CODEC, mesh)
-    residuals = state.own.residuals
-    assert residuals["w"].sharding.shard_shape((RANKS, 30, 40)) == (1, 30, 40)
-    expected = cgx.Carry(jax.tree.map(np.zeros_like, residuals))
-    for _ in range(2):
-        step = lambda p, x, s=state: exchange.update(cgx.grad(loss_fn, "data", None)(p, x), s, p)
-        grads, state = called(how, mesh, step, place(mesh, PARAMS, P()), X)
-        mean, expected = by_hand(PARAMS, X, expected)
-        assert_same_trees((grads, state.own.residuals), (mean, expected.residuals))
-    assert state.shared.count == 2 and any(np.any(r) for r in jax.tree.leaves(state.own))
-
-
-def test_an_exchange_with_momentum():
+@pytest.mark.parametrize("exchange", [CODEC, cgx.DGC(0.1, clip_norm=1.0)], ids=["feedback", "momentum"])
+def test_an_exchange_of_all_ranks(kind, how, exchange):
     """It is the exchange of a step by hand, inside of shard_map."""
-    mesh = mesh_of(AxisType.Auto)
-    transformation, state = fed(cgx.DGC(0.1, clip_norm=1.0), mesh)
+    mesh = mesh_of(kind)
+    transformation, state = fed(exchange, mesh)
+    assert state.own.residuals["w"].sharding.shard_shape((RANKS, 30, 40)) == (1, 30, 40)
 
     def step(params, x, state):
         return transformation.update(cgx.grad(loss_fn, "data", None)(params, x), state, params)
 
-    expected, x, specs = state, place(mesh, X), cgx.state_specs(state, "data")
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs)))
+    expected, specs, params = state, cgx.state_specs(state, "data"), place(mesh, PARAMS, P())
+    inside = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs)))
     for _ in range(2):
-        grads, state = transformation.update(cgx.grad(loss_fn, "data", None)(PARAMS, x), state, PARAMS)
-        mean, expected = step(PARAMS, x, expected)
+        grads, state = called(how, mesh, lambda p, x, s=state: step(p, x, s), params, X)
+        mean, expected = inside(params, place(mesh, X), expected)
         assert_same_trees((grads, state), (mean, expected))
+    assert state.shared.count == 2 and any(np.any(r) for r in jax.tree.leaves(state.own))
 
 
 @KINDS
@@ -334,21 +269,6 @@ def test_how_often_a_loss_is_traced(ranks, how):
             assert len(traced) == times
 
 
-@KINDS
-@MAPPED
-def test_skipped_leaves(kind, ranks):
-    """Gradients are those of stop_gradient, and there are no residuals."""
-    loss = lambda p, x: ((x @ p["w"] + jax.nn.relu(x @ p["frozen"])) ** 2).mean()
-    params, mesh = {"w": normal((30, 40), 1), "frozen": normal((30, 40), 2)}, mesh_of(kind)
-    plan = cgx.Plan(cgx.MaxMin(8), [("^frozen$", cgx.Skip())])
-    value, grads = cgx.value_and_grad(loss, "data", plan, mesh=mesh, ranks=ranks)(params, place(mesh, X))
-    stopped = lambda p, x: loss({**p, "frozen": lax.stop_gradient(p["frozen"])}, x)
-    expected = jax.value_and_grad(stopped)(params, X)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    np.testing.assert_allclose(grads["w"], expected[1]["w"], atol=0.02 * np.abs(expected[1]["w"]).max())
-    assert not grads["frozen"].any()
-
-
 def test_stochastic_rounding_takes_a_key():
     mesh, codec = mesh_of(AxisType.Auto), cgx.MaxMin(2, 64, rounding="stochastic")
     f = cgx.value_and_grad(loss_fn, "data", codec, mesh=mesh)
@@ -369,35 +289,6 @@ def test_explain_counts_what_is_saved():
         found = cgx.explain(step, PARAMS, place(mesh_of(AxisType.Auto), X), show=False)
     assert found.ratio > 2 and any(c.codec for c in found.collectives)
     assert {leaf.path for leaf in found.raw} == {"['b']"}  # the path in the argument, which a plan's rules see
-
-
-@KINDS
-@MAPPED
-def test_micro_batches_share_an_exchange(kind, ranks):
-    """Gradients of ranks are added up in a scan. Their mean is exchanged once."""
-    mesh = mesh_of(kind)
-    f, (exchange, state) = cgx.value_and_grad(loss_fn, "data", None, ranks=ranks), fed(cgx.MaxMin(8, 64), mesh)
-
-    def step(params, batches, state):
-        def add(total, x):
-            loss, rows = f(params, x)
-            return jax.tree.map(jnp.add, total, rows), loss
-
-        total, losses = lax.scan(add, jax.tree.map(jnp.zeros_like, f(params, batches[0])[1]), batches)
-        mean = jax.tree.map(lambda x: x / len(batches), total)
-        return losses.mean(), *exchange.update(mean, state, params, value=losses.mean())
-
-    with jax.set_mesh(mesh):
-        batches = place(mesh, X.reshape(3, 8, 30), P(None, "data"))
-        params = place(mesh, PARAMS, P())
-        value, grads, state = jax.jit(step)(params, batches, state)
-        found = cgx.explain(jax.jit(step), params, batches, state, show=False).collectives
-    assert [(c.operation, c.times) for c in found if c.codec] == [("all-gather", 1)]
-    expected = jax.value_and_grad(loss_fn)(PARAMS, X)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    for name, g in expected[1].items():
-        np.testing.assert_allclose(grads[name], g, atol=0.02 * np.abs(g).max())
-    assert state.shared.count == 1 and np.any(state.own.residuals["w"])
 
 
 def test_an_optimizer_of_modules():

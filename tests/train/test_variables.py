@@ -49,5 +49,3 @@ def test_arguments():
     exchange = cgx.from_env(BITS, bits=8, bucket_size=64, min_size=1024, skip_1d=True)
     assert exchange.plan == cgx.Plan.from_env(None, BITS, bits=8, bucket_size=64, min_size=1024, skip_1d=True)
     assert not exchange.keep
-    with raises(ValueError, says("Plan.from_env", "bits", got="9")):
-        cgx.from_env(BITS, bits=9)
