@@ -244,6 +244,13 @@ def sent(program):
     }
 
 
+def bare(compiled):
+    """Returns the text of a compiled program without names and source positions."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
+    text = text.replace("psum_invariant", "psum")  # JAX keeps the name under which a process first lowered a sum
+    return re.sub(r"(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text).strip()
+
+
 def all_captured(thunks):
     """Returns whether all custom calls in XLA's list of thunks are nested. Only a command buffer nests them."""
     calls = re.findall(r"^( *)\d+: kCustomCall", thunks, re.MULTILINE)

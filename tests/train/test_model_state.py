@@ -100,25 +100,6 @@ def test_per_rank():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh_of(4), P("data")), x.ndim)
 
 
-def test_with_auxiliary_outputs_and_a_key():
-    """The step is traced and compiled once, donates its arguments, and doesn't delete the caller's arrays."""
-
-    def loss(w, state, x, key):
-        traces.append(1)
-        return (x @ w).mean(), (state + 1.0, jax.random.uniform(key))
-
-    traces, given = [], jax.device_put(jnp.zeros(3), NamedSharding(mesh_of(2), P()))
-    train = make(loss, 2, exchange=CODEC, has_aux=True)
-    first = state = train.init(W, given)
-    for _ in range(3):
-        state, metrics = train.step(state, X[:4], key=jax.random.key(3))
-    assert train.step._cache_size() == len(traces) == 1
-    assert state.model_state.tolist() == [3, 3, 3]
-    draws = [jax.random.uniform(fold(jax.random.key(3), rank)) for rank in range(2)]
-    np.testing.assert_allclose(metrics.aux, np.mean(draws), rtol=1e-6)
-    assert all(x.is_deleted() for x in jax.tree.leaves(first)) and not given.is_deleted()
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_does_not_change(accumulate):
     """These values are not averaged, because means over three ranks are rounded, and communication costs time."""

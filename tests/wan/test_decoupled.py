@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import pathlib
 import socket
-import time
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import pytest
 from errors import raises, refused, rows, says, table
 from helpers import assert_same_trees, load_script, mesh_with, normal
 from jax.sharding import AxisType
-from started import Processes, free_port
+from started import Processes, free_port, until
 
 import jaxcgx as cgx
 from jaxcgx.wan.decoupled.inbox import Assembly, Contribution, Decision
@@ -284,7 +283,7 @@ def test_a_center_comes_late_dies_and_comes_back():
                 params = member.step(learn(params, member._given.place))
                 return member.last
 
-            until(step, lambda last: last and last.number > number and last.centers == members)
+            until(lambda last: last and last.number > number and last.centers == members, step)
             return params, member
 
         return at_once(*(functools.partial(train, *each) for each in joined))
@@ -294,14 +293,14 @@ def test_a_center_comes_late_dies_and_comes_back():
     (own, late), two = joined[2], joined[:2]  # the third center is in a long step
     before, residuals = late.params, late.state.residuals
     two = together(two)
-    until(lambda: None, lambda _: late._inbox.assembly.outcome())
+    until(lambda _: late._inbox.assembly.outcome())
     params = late.step(learn(own, 2))
     assert late.last.centers == (0, 1)
     for name, x in late.params.items():
         np.testing.assert_allclose(params[name], x + learn(own, 2)[name] - before[name], rtol=1e-5, atol=1e-6)
     assert_same_trees(late.state.residuals, residuals)
     late.leave()
-    until(lambda: None, lambda _: all(member.centers == (0, 1) for _, member in two))
+    until(lambda _: all(member.centers == (0, 1) for _, member in two))
     two = rounds(two, 0, 1)
     params, member = given[2].join(jax.tree.map(jnp.zeros_like, PARAMS))
     assert_same_trees(params, two[0][1].params)
@@ -330,7 +329,7 @@ def test_a_fetched_state_may_have_what_was_sent(lost, monkeypatch):
         residuals = member._sent.residuals if member._sent and not lost else residuals
         return member._held.version.round
 
-    at_once(lambda: steps(own, chair, 0), lambda: until(step, lambda number: number == 1))
+    at_once(lambda: steps(own, chair, 0), lambda: until(lambda number: number == 1, step))
     assert chair.last.centers == ((0,) if lost else (0, 1))
     assert_agree([(own, chair), (params, member)])
     assert_same_trees(member.state.residuals, residuals)
@@ -346,7 +345,7 @@ def test_a_center_that_comes_back_gets_patches(monkeypatch):
     late.leave()
     peers, send = chair._inbox.peers, chair._inbox.peers.send
     monkeypatch.setattr(peers, "send", lambda place, frame: frames.append(frame) or send(place, frame))
-    until(lambda: chair.step({"w": own["w"] * 0.9}), lambda _: chair.last and chair.last.number == 3)
+    until(lambda _: chair.last and chair.last.number == 3, lambda: chair.step({"w": own["w"] * 0.9}))
     for start, kind in (params, FrameKind.PATCHES), ({"w": params["w"] + 1}, FrameKind.STATE):
         found, late = given[1].join(start)
         assert_same_trees(found, chair.params)
@@ -364,18 +363,9 @@ def test_rounds_of_dense_gradients_keep_no_patches():
     given, params = decoupled(2, quorum=1, grace=1.0, every=1, plan=cgx.Raw()), {"w": normal((64, 64), 5)}
     (own, chair), (_, late) = join(given, params)
     late.leave()
-    until(lambda: chair.step(own), lambda _: chair.last and chair.last.number == 2)
+    until(lambda _: chair.last and chair.last.number == 2, lambda: chair.step(own))
     assert not chair._held.patches
     chair.leave()
-
-
-def until(act, done):
-    """Calls `act` until `done` accepts its result, and returns this result."""
-    deadline = time.monotonic() + LIMIT
-    while not done(found := act()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 @ALONE
@@ -401,7 +391,7 @@ def decided(member, params, count):
     """Returns the parameters after some steps, when the round for which they were sent is decided."""
     with member._inbox.changed:  # the round can't be decided before the steps end
         params, _ = steps(params, member, 0, count)
-    until(lambda: None, lambda _: member._inbox.assembly.outcome())
+    until(lambda _: member._inbox.assembly.outcome())
     return params
 
 
@@ -523,7 +513,7 @@ def test_a_center_with_other_terms_is_told(row):
     # The warning comes from a thread of the first center, maybe later.
     with pytest.warns(UserWarning, match="turned away") as warned:
         refused(*row, run=join)
-        until(lambda: member.step(own), lambda _: member.last and len(warned))  # it continues
+        until(lambda _: member.last and len(warned), lambda: member.step(own))  # it continues
         member.leave()
 
 
