@@ -72,7 +72,7 @@ SHAPES = {
     "dense too": (8, 24),
     "sparse": (44, 32),  # the shares of three ranks are padded
     "low rank": (24, 20),
-    "low rank too": (4, 6, 20),
+    "low rank too": (4, 6, 20),  # a matrix of the same shape
 }
 PARAMS = {k: np.random.RandomState(i).standard_normal(n).astype(np.float32) for i, (k, n) in enumerate(SHAPES.items())}
 DENSE = cgx.MaxMin(3, 8)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import steps
 from errors import table
 from helpers import mesh_with
 from jax.sharding import PartitionSpec as P
@@ -196,10 +197,7 @@ def test_an_adaptive_share_of_all_blocks(rest, few):
     """0.8 of two blocks are both, which are then sent as without differential transmission."""
     batch, found = np.asarray(whole_numbers((8, 64), 7)) / 4, []
     for exchange in (cgx.MaxMin(4), Differential(cgx.MaxMin(4), adaptive=0.2, rest=rest)):
-        train = over_centers(exchange, 0.01)
-        state = train.init(params())
-        for _ in range(2):
-            state, _ = train.step(state, batch)
+        state, _ = steps.run(over_centers(exchange, 0.01), 2, params(), batch)
         found.append(np.asarray(state.params["w"]))
     np.testing.assert_array_equal(*found)
 
