@@ -1,30 +1,24 @@
 """What tests of value_and_grad share: losses, batches and meshes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import assert_trees, normal
+from helpers import assert_close, mesh_with
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import PARAMS
 
 import jaxcgx as cgx
 
 RANKS = 4
 CODEC = cgx.MaxMin(4, 64)
-PARAMS = {"w": normal((30, 40), 1, scale=0.2), "b": jnp.zeros(40)}
-X, MASK = normal((24, 30), 2), jnp.float32(jnp.arange(24) % 7 < jnp.arange(24) // 5)
+MASK = jnp.float32(jnp.arange(24) % 7 < jnp.arange(24) // 5)
 MAPPED = pytest.mark.parametrize("ranks", ["shard_map", "vmap"])
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 
-@functools.lru_cache
 def mesh_of(kind, *axes):
-    axes = axes or (("data", RANKS),)
-    names, sizes = zip(*axes)
-    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
+    return mesh_with(kind, **dict(axes or [("data", RANKS)]))
 
 
 def errors_of(params, x):
@@ -35,23 +29,12 @@ def loss_fn(params, x, mask=None):
     return errors_of(params, x).mean()
 
 
-def weighted_fn(params, x, mask):
-    return (errors_of(params, x).mean(-1) * mask).sum(), mask.sum()
-
-
-def global_mean(params, x, mask):
-    total, weight = weighted_fn(params, x, mask)
-    return total / weight
-
-
 def place(mesh, tree, spec=P("data")):
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
 def close(found, expected):
-    assert_trees(
-        functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6), *map(jax.tree.leaves, (found, expected))
-    )
+    assert_close(*map(jax.tree.leaves, (found, expected)), rtol=2e-4, atol=1e-6)
 
 
 # Sources of the mesh and of the shardings.

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 import jaxcgx as cgx
 from jaxcgx.native import ops, reference
@@ -129,6 +131,10 @@ def assert_same_trees(got, expected):
     assert_trees(lambda a, b: assert_same_bytes(np.asarray(a), np.asarray(b)), got, expected)
 
 
+def assert_close(got, expected, rtol=1e-4, atol=1e-5):
+    assert_trees(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol), got, expected)
+
+
 def assert_same_values(a, b):
     """Checks that the bits are the same, except in the payload of NaNs, which depends on the processor."""
     assert a.shape == b.shape and a.dtype == b.dtype
@@ -212,6 +218,15 @@ def custom_calls(fn, *args):
     return {name: text.count(f'custom_call_target="jaxcgx_{name}"') for name in ("encode", "decode", "reduce")}
 
 
+@functools.lru_cache
+def mesh_with(kind=AxisType.Auto, **sizes):
+    """Returns a mesh of these axes, such as mesh_with(data=2, model=2)."""
+    shape = tuple(sizes.values())
+    return jax.make_mesh(
+        shape, tuple(sizes), axis_types=(kind,) * len(sizes), devices=jax.devices()[: math.prod(shape)]
+    )
+
+
 def normal(shape, seed=0, dtype=jnp.float32, scale=1.0):
     return jnp.asarray(
         np.random.RandomState(seed).standard_normal(shape).astype(np.float32) * np.float32(scale)
@@ -227,6 +242,13 @@ def sent(program):
             program,
         )
     }
+
+
+def bare(compiled):
+    """Returns the text of a compiled program without names and source positions."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
+    text = text.replace("psum_invariant", "psum")  # JAX keeps the name under which a process first lowered a sum
+    return re.sub(r"(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text).strip()
 
 
 def all_captured(thunks):

@@ -1,13 +1,16 @@
 """Starts the ranks of a test as processes."""
 
 import contextlib
+import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 RESERVED = []  # a socket with a name for each port, until this process ends
 
@@ -56,3 +59,19 @@ class Processes:
         for process in self.running:
             with process:  # closes its pipes
                 pass
+
+
+def results(*words, limit=300):
+    """Returns what each rank printed after the word RESULT, in JSON, or None for a rank that ended without a result."""
+    with Processes(*words, limit=limit) as ranks:
+        found = [re.search("^RESULT (.*)$", each.communicate()[0], re.MULTILINE) for each in ranks.running]
+    return [json.loads(each[1]) if each else None for each in found]
+
+
+def until(done, act=lambda: None, limit=60):
+    """Calls `act` until `done` accepts its result, and returns this result. After some seconds, this is an error."""
+    deadline = time.monotonic() + limit
+    while not done(found := act()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found

@@ -1,9 +1,8 @@
 """Helpers of the tests of make_train_step."""
 
-import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType
+from helpers import mesh_with
 from training import PARAMS, SPECS, X
 
 import jaxcgx as cgx
@@ -24,7 +23,5 @@ def tensor_parallel(exchange, model=4, optimizer=None, **options):
     def loss(params, x):
         return ((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - x) ** 2).mean()
 
-    devices = jax.devices()[: 2 * model]
-    mesh = jax.make_mesh((2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
-    optimizer = optimizer or optax.sgd(0.5, momentum=0.5)
+    optimizer, mesh = optimizer or optax.sgd(0.5, momentum=0.5), mesh_with(data=2, model=model)
     return cgx.make_train_step(loss, optimizer, mesh, exchange, sharding=cgx.Sharding(params=SPECS), **options)

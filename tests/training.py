@@ -1,12 +1,10 @@
 """A small model for the tests of train: its parameters, the batch of every rank, and a training step."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import normal
+from helpers import mesh_with, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,9 +16,8 @@ PARAMS = {"w": normal((30, 40), 1, scale=0.2), "b": jnp.zeros(40)}
 X = normal((24, 30), 2)  # divisible by 1, 2, 3, 4, 6 and 8 ranks
 
 
-@functools.lru_cache
-def mesh_of(ranks):
-    return jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+def mesh_of(ranks, kind=AxisType.Auto):
+    return mesh_with(kind, data=ranks)
 
 
 def loss_fn(params, x):

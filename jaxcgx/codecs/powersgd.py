@@ -117,7 +117,7 @@ class PowerSGD(Codec):
     def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
         """Returns the matrix of the factors `basis` and `q`."""
         if len(q) <= _FEW:
-            return cast(jax.Array, sum(p[:, None] * row for p, row in zip(basis, q)))
+            return cast(jax.Array, sum(p[:, None] * row[None] for p, row in zip(basis, q)))
         return jnp.einsum("mr,rn->mn", basis.T, q, precision=lax.Precision.HIGHEST)
 
     def result(self, basis: jax.Array, q: jax.Array) -> jax.Array:
@@ -139,7 +139,7 @@ class PowerSGD(Codec):
         def project(turn: jax.Array, p: jax.Array) -> jax.Array:
             j = turn // 2
             x = lax.dynamic_index_in_dim(p, j, 1)
-            before = jnp.where(jnp.arange(p.shape[1])[:, None] < j, p, 0)
+            before = jnp.where(jnp.arange(p.shape[1])[None, :, None] < j, p, 0)
             along = jnp.einsum("krm,kim->kir", before, x, precision=lax.Precision.HIGHEST)
             x = x - jnp.einsum("kir,krm->kim", along, before, precision=lax.Precision.HIGHEST)
             x = _over(x, jnp.linalg.norm(x, axis=-1, keepdims=True), _NOTHING)

@@ -35,11 +35,9 @@ def test_every_schedule(codec):
     options = dict(key=jax.random.key(11) if codec.stochastic else None)
 
     def run(x):
-        means = {s: cgx.compressed_pmean(x, "a", planned(codec, schedule=s), **options) for s in (*FED, "ring")}
-        return means, {
-            s: cgx.compressed_pmean(x, "a", planned(codec, schedule=s), carry=cgx.Carry(residuals=x / 8), **options)
-            for s in FED
-        }
+        mean = lambda s, **kept: cgx.compressed_pmean(x, "a", planned(codec, schedule=s), **options, **kept)
+        fed = {s: mean(s, carry=cgx.Carry(residuals=x / 8)) for s in FED}
+        return {s: mean(s) for s in (*FED, "ring")}, fed
 
     means, fed = jax.tree.map(np.asarray, on_ranks(run, mesh(RANKS), check_vma=False)(x))
     exact, losses = x.mean(0, dtype=np.float64), Losses(alike, codec, cut=RANKS)
@@ -164,9 +162,8 @@ def test_parts_of_trees_and_of_one_rank():
 
 
 def parts(exchange, codec, shape=(4, 8, 96)):
-    return lambda: on_ranks(lambda x: exchange(x, axis_name="a", plan=codec, as_parts=True), mesh(4))(
-        jnp.zeros((4, *shape))
-    )
+    run = on_ranks(lambda x: exchange(x, axis_name="a", plan=codec, as_parts=True), mesh(4))
+    return lambda: run(jnp.zeros((4, *shape)))
 
 
 def differentiated(derive, use, codec):

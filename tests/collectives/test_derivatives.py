@@ -67,9 +67,8 @@ def test_pmap():
 
 def test_vmap_with_an_axis_name():
     compressed, plain = twins("a", EXACT, SOME)
-    assert_same(
-        jax.jit(jax.vmap(derivatives(compressed, all_of_them=False), axis_name="a"))(X, V), expected(check_vma=False)
-    )
+    some = derivatives(compressed, all_of_them=False)
+    assert_same(jax.jit(jax.vmap(some, axis_name="a"))(X, V), expected(check_vma=False))
     of_all = lambda f: jax.grad(lambda x: weighted(jax.vmap(f, axis_name="a")(x)))
     np.testing.assert_array_equal(jax.jit(of_all(compressed))(X), jax.jit(of_all(plain))(X))
 
@@ -89,20 +88,15 @@ def test_two_axes(codec, check_vma):
         each = {case: twins(("a", "b"), codec, one)[plain] for case, one in one_each.items()}
         return lambda x: {case: jax.grad(lambda x, f=f: weighted(f(x)))(x) for case, f in each.items()}
 
+    schedules, leaders = ("two_shot", "one_shot", "ring", "gather"), [False, True][: 1 + isinstance(codec, dict)]
+    plans = [planned(codec, schedule=schedule, leader=leader) for schedule in schedules for leader in leaders]
+
     def sums(x):
-        return {
-            f"{schedule} {leader}": jax.grad(
-                lambda x: weighted(
-                    cgx.compressed_pmean(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader))
-                )
-            )(x)
-            for schedule in ("two_shot", "one_shot", "ring", "gather")
-            for leader in ([False, True] if isinstance(codec, dict) else [False])
-        }
+        return [jax.grad(lambda x: weighted(cgx.compressed_pmean(x, ("a", "b"), plan)))(x) for plan in plans]
 
     lax_gradients = on_ranks(gradients(plain=True), mesh(2, 2), check_vma)(x)
     assert_same(on_ranks(gradients(plain=False), mesh(2, 2), check_vma)(x), lax_gradients)
-    for got in on_ranks(sums, mesh(2, 2), check_vma)(x).values():
+    for got in on_ranks(sums, mesh(2, 2), check_vma)(x):
         np.testing.assert_array_equal(got, lax_gradients["pmean {}"])
 
 
@@ -128,9 +122,8 @@ def test_some_leaves_of_a_message(check_vma):
     def body(x, y):
         rest = {"n": x[0, 0].astype(jnp.int32), "empty": x[:0]}
         loss = lambda x: weighted(cgx.compressed_psum({"x": x, "y": y * y, **rest}, "a", EXACT)["x"])
-        both = lambda x, y: weighted(
-            list(cgx.compressed_all_gather((x, y.astype(jnp.bfloat16), 2 * x), "a", EXACT)[::2])
-        )
+        gathered = lambda x, y: cgx.compressed_all_gather((x, y.astype(jnp.bfloat16), 2 * x), "a", EXACT)
+        both = lambda x, y: weighted(gathered(x, y)[::2])
         return jax.grad(loss)(x), jax.grad(both, (0, 1))(x, y)
 
     def plain(x, y):
@@ -166,18 +159,12 @@ def test_a_codec_for_each_direction(op, check_vma):
             return jax.value_and_grad(lambda x: (f(x) * w[: f(x).shape[0]]).sum())(x)
 
         compressed = functools.partial(getattr(cgx, f"compressed_{op}"), axis_name="a", **kwargs)
-        return [
-            gradient(f)
-            for f in (
-                lambda x: getattr(lax, op)(x, "a", **kwargs),
-                lambda x: compressed(x, plan=lossy, backward_plan=raw),
-                lambda x: compressed(x, plan=raw, backward_plan=lossy),
-            )
-        ]
+        forward = lambda x: compressed(x, plan=lossy, backward_plan=raw)
+        backward = lambda x: compressed(x, plan=raw, backward_plan=lossy)
+        return [gradient(f) for f in (lambda x: getattr(lax, op)(x, "a", **kwargs), forward, backward)]
 
-    (value, gradient), (lossy_value, same), (same_value, lossy_gradient) = on_ranks(body, mesh(4), check_vma)(
-        normal((4, 8, 6)), weights
-    )
+    found = on_ranks(body, mesh(4), check_vma)(normal((4, 8, 6)), weights)
+    (value, gradient), (lossy_value, same), (same_value, lossy_gradient) = found
     np.testing.assert_allclose(same, gradient, rtol=1e-6, atol=1e-6)  # except for the order of the summation
     np.testing.assert_allclose(same_value, value, rtol=1e-5)
     assert (np.abs(lossy_value - value) > 1e-3).any() and (np.abs(lossy_gradient - gradient) > 1e-3).any()
@@ -209,11 +196,9 @@ def test_backward_messages_are_compressed_and_draw_noise_of_their_own(check_vma)
         lost = [(y - x.sum(0)).ravel() for y in (there, back)]
         assert abs(np.corrcoef(*lost)[0, 1]) < 0.1
     # This all_to_all is its own transpose. The same numbers have different errors in the two directions.
-    there, back, exact = on_ranks(
-        lambda x: (exchange(x), jax.vjp(exchange, 0 * x)[1](x)[0], lax.all_to_all(x, "a", 0, 0, tiled=True)),
-        mesh(4),
-        check_vma,
-    )(x)
+    plain = functools.partial(lax.all_to_all, axis_name="a", split_axis=0, concat_axis=0, tiled=True)
+    both = lambda x: (exchange(x), jax.vjp(exchange, 0 * x)[1](x)[0], plain(x))
+    there, back, exact = on_ranks(both, mesh(4), check_vma)(x)
     assert abs(np.corrcoef((there - exact).ravel(), (back - exact).ravel())[0, 1]) < 0.1
 
 

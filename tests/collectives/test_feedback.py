@@ -1,6 +1,7 @@
 """Tests that all errors of a compressed sum are returned as residuals, and are added to the next sum."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -34,26 +35,19 @@ def psum(x, residuals, axes="a", codec=STOCHASTIC, mean=False, key=KEY, **fields
     return found, carry.residuals
 
 
-@pytest.mark.parametrize("ranks", range(1, 9) if FULL else (1, 2, 3, 8))
-def test_nothing_is_lost(ranks):
-    x, before = tree(ranks), tree(ranks, seed=100)
-    f = lambda x, e: [psum(x, e, mean=True, schedule=schedule) for schedule in ("two_shot", "one_shot", "gather")]
-    for results, after in on_ranks(f, mesh(ranks))(x, before):
-        assert_conserved(x, before, results, after, 1, weight=ranks)
-        if ranks > 1:
-            assert all(np.abs(after[name]).max() > 0.01 for name in ("513", "3001", "matrix"))
+ONE_AXIS = dict.fromkeys([(n,) for n in (range(1, 9) if FULL else (1, 2, 3, 8))], ("two_shot", "one_shot", "gather"))
+WAYS = ONE_AXIS | {(2, 4): [{"a": "one_shot", "b": "ring"}], (2, 2, 2): ["auto"]}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "fields"), [((2, 4), dict(schedule={"a": "one_shot", "b": "ring"})), ((2, 2, 2), {})], ids=str
-)
-def test_nothing_is_lost_of_a_hierarchy(sizes, fields):
+@pytest.mark.parametrize("sizes", WAYS, ids=str)
+def test_nothing_is_lost(sizes):
     """tests/train/test_product.py compares other forms of two axes with a model."""
-    x, before, levels = tree(*sizes), tree(*sizes, seed=100), len(sizes)
-    codecs = dict.fromkeys(NAMES[:levels], cgx.Raw()) | {"a": STOCHASTIC}
-    run = lambda x, e: psum(x, e, NAMES[:levels], codecs, mean=True, **fields)
-    results, after = on_ranks(run, mesh(*sizes))(x, before)
-    assert_conserved(x, before, results, after, levels, weight=8)
+    x, before, axes = tree(*sizes), tree(*sizes, seed=100), NAMES[: len(sizes)]
+    codecs = dict.fromkeys(axes, cgx.Raw()) | {"a": STOCHASTIC} if len(axes) > 1 else STOCHASTIC
+    run = lambda x, e: [psum(x, e, axes, codecs, mean=True, schedule=schedule) for schedule in WAYS[sizes]]
+    for results, after in on_ranks(run, mesh(*sizes))(x, before):
+        assert_conserved(x, before, results, after, len(axes), weight=math.prod(sizes))
+        assert sizes == (1,) or all(np.abs(after[name]).max() > 0.01 for name in ("513", "3001", "matrix"))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
@@ -79,35 +73,10 @@ def test_gathers_alone(ranks):
             np.testing.assert_allclose(after[name][rank], expected, rtol=0, atol=1e-5)
 
 
-def test_nothing_is_lost_of_slices():
-    """With own="raw", a rank's own slice is not encoded."""
-    dimensions = {"rows": 0, "columns": 1, "small": 0}
-    shapes = {"rows": (4, 8, 30), "columns": (4, 5, 32), "small": (4, 4)}
-    x, before = ({name: normal(shape, seed) for name, shape in shapes.items()} for seed in (0, 100))
-    plan = cgx.Plan(STOCHASTIC, min_size=100, own="raw")
-
-    def f(x, e):
-        options = dict(key=KEY, carry=cgx.Carry(residuals=e), scatter_dimension=dimensions, tiled=True)
-        return cgx.compressed_psum_scatter(x, "a", plan, **options)
-
-    slices, carry = on_ranks(f, mesh(4))(x, before)
-    joined = {name: np.concatenate(list(slices[name]), d)[None] for name, d in dimensions.items()}
-    assert_conserved(x, before, joined, carry.residuals)
-    lost = np.abs(carry.residuals["columns"]).reshape(4, 5, 4, 8).max((1, 3))  # of rank r for rank s
-    assert not np.diag(lost).any() and (lost + np.eye(4) > 0.01).all()
-
-
 def test_messages_and_owners_leave_encoded_residuals_alone():
-    one, many = (
-        [
-            on_ranks(lambda x, e, mb=mb: psum(x, e, own="encoded", schedule=schedule, fusion_mb=mb), mesh(4))(
-                tree(4), tree(4, seed=1)
-            )
-            for schedule in ("two_shot", "one_shot")
-        ]
-        for mb in (64, 1e-6)
-    )
-    assert_trees(assert_same_bytes, one, many)
+    fields = [dict(own="encoded", schedule=schedule) for schedule in ("two_shot", "one_shot")]
+    each = lambda x, e: [[psum(x, e, fusion_mb=mb, **field) for field in fields] for mb in (64, 1e-6)]
+    assert_trees(assert_same_bytes, *on_ranks(each, mesh(4))(tree(4), tree(4, seed=1)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -137,12 +106,9 @@ def test_types(check_vma, sizes):
     """The sum is the same on all ranks and may be returned as such. The residuals differ between ranks and may not."""
     axes = NAMES[: len(sizes)]
     codec = TWO_AXES if len(sizes) == 2 else STOCHASTIC
-    f = lambda x, e: psum(x, e, axes, codec)
-    run = lambda out: jax.eval_shape(
-        jax.shard_map(f, mesh=mesh(*sizes), in_specs=P(axes), out_specs=out, check_vma=check_vma),
-        jnp.ones((8, 100)),
-        jnp.zeros((8, 100)),
-    )
+    f, x = lambda x, e: psum(x, e, axes, codec), jnp.ones((8, 100))
+    mapped = functools.partial(jax.shard_map, f, mesh=mesh(*sizes), in_specs=P(axes), check_vma=check_vma)
+    run = lambda out: jax.eval_shape(mapped(out_specs=out), x, x)
     run((P(), P(axes)))
     if check_vma:
         with pytest.raises(ValueError, match="out_specs"):
@@ -192,19 +158,14 @@ def test_who_loses_more_than_it_is_given_is_warned_of(codec):
     assert codec.contracts == bool((lost**2).sum() < (x**2).sum())
 
 
-@pytest.mark.parametrize(
-    ("what", "f"),
-    [
-        ("psum: argument 'plan': residuals", lambda x, codec: psum(x, x, codec=codec, key=None)),
-        (
-            "ppermute: argument 'plan': differences",
-            lambda x, codec: cgx.compressed_ppermute(x, "a", [], codec, carry=cgx.Carry(sent=x, received=x))[0],
-        ),
-    ],
-)
-def test_warning(what, f):
-    with pytest.warns(UserWarning, match=rf"compressed_{what} of MaxMin\(bits=1.* grow without bound"):
-        jax.eval_shape(on_ranks(lambda x: f(x, cgx.MaxMin(1, 64)), mesh(2)), jnp.ones((2, 100)))
+def test_warnings():
+    codec = cgx.MaxMin(1, 64)
+    residuals = lambda x: psum(x, x, codec=codec, key=None)
+    differences = lambda x: cgx.compressed_ppermute(x, "a", [], codec, carry=cgx.Carry(sent=x, received=x))[0]
+    for f, op, what in (residuals, "psum", "residuals"), (differences, "ppermute", "differences"):
+        words = rf"compressed_{op}: argument 'plan': {what} of MaxMin\(bits=1.* grow without bound"
+        with pytest.warns(UserWarning, match=words):
+            jax.eval_shape(on_ranks(f, mesh(2)), jnp.ones((2, 100)))
 
 
 def test_a_ring_that_encodes_nothing():
@@ -212,16 +173,14 @@ def test_a_ring_that_encodes_nothing():
     on_ranks(lambda x: psum(x, x, codec=cgx.Plan(cgx.MaxMin(4), schedule="ring"), key=None), mesh(4))(x)
 
 
-@pytest.mark.parametrize("sizes", [(1, 4), (1, 1), (2, 2)])
-def test_no_ring_between_nodes(sizes):
+def test_no_ring_between_nodes():
     """An axis of one rank decides nothing."""
     plan = cgx.Plan.from_env(NAMES[:2], {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
-    f = on_ranks(lambda x: psum(x, x, NAMES[:2], codec=plan, key=None), mesh(*sizes))
-    x = jnp.ones((*sizes, 50))
-    if sizes[0] == 1:
-        f(x)
-    else:
-        refused("compressed_psum", lambda: f(x), ValueError, "plan", '"ring"', 'schedule="two_shot"')
+    f = lambda *sizes: on_ranks(lambda x: psum(x, x, NAMES[:2], codec=plan, key=None), mesh(*sizes))(
+        jnp.ones((*sizes, 50))
+    )
+    f(1, 4), f(1, 1)
+    refused("compressed_psum", lambda: f(2, 2), ValueError, "plan", '"ring"', 'schedule="two_shot"')
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import refused
-from helpers import FULL, assert_same_bytes, normal, planned
+from helpers import FULL, assert_same_trees, mesh_with, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from training import mesh_of
@@ -109,20 +109,12 @@ def test_gradients_of_a_rank_take_what_value_and_grad_takes(check_vma):
 )
 @CHECKS
 def test_as_at_the_end(check_vma, arguments):
-    def at_the_end(params, x):
+    def both(params, x):
         grads = cgx.grad(lambda p: loss(p, x), "data", None)(floats(params))
-        return cgx.compressed_pmean(
-            {**grads, "z": lax.pcast(params["z"], "data", to="varying") if check_vma else params["z"]},
-            "data",
-            **arguments,
-        )
+        on_the_way = lambda p, x: loss(cgx.sync_in_backward(p, "data", **arguments), x)
+        return gradients(on_the_way, params, x), cgx.compressed_pmean(grads, "data", **arguments)
 
-    def on_the_way(params, x):
-        return gradients(lambda p, x: loss(cgx.sync_in_backward(p, "data", **arguments), x), params, x)
-
-    end, way = on_mesh(at_the_end, check_vma)(PARAMS, X), on_mesh(on_the_way, check_vma)(PARAMS, X)
-    for k, g in way.items():
-        assert_same_bytes(np.asarray(g), np.asarray(end[k]))
+    assert_same_trees(*on_mesh(both, check_vma)(PARAMS, X))
 
 
 def averaged(params, x):
@@ -254,11 +246,6 @@ def at_the_end(residuals, x, plan=CODEC, axes="data", **arguments):
     return grads, {**new.residuals, "z": None}
 
 
-def assert_same(found, expected):
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert_same_bytes(np.asarray(x), np.asarray(y))
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -281,7 +268,7 @@ def test_feedback_as_at_the_end(check_vma, arguments):
     for residuals in (RESIDUALS, WITHOUT_ONE) if check_vma or FULL else (RESIDUALS,):
         way = steps(functools.partial(on_the_way, **arguments), check_vma, residuals)
         end = steps(functools.partial(at_the_end, **arguments), check_vma, residuals)
-        assert_same(way, end)
+        assert_same_trees(way, end)
 
 
 def test_feedback_of_a_gradient_from_outside():
@@ -297,15 +284,15 @@ def test_feedback_of_a_gradient_from_outside():
     for x in BATCHES:
         found = jax.jit(jax.grad(around, argnums=(0, 1)))(floats(PARAMS), residuals, x)
         residuals = found[1]
-    assert_same(found, steps(on_the_way))
+    assert_same_trees(found, steps(on_the_way))
 
 
 def test_levels_with_remat():
     """Two axes with a codec each, and jax.checkpoint around the loss."""
     levels = dict(plan={"node": CODEC, "local": cgx.Raw()}, axes=("node", "local"))
-    mesh = jax.make_mesh((2, 2), levels["axes"], (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS])
+    mesh = mesh_with(node=2, local=2)
     way = steps(functools.partial(on_the_way, wrap=jax.checkpoint, **levels), mesh=mesh)
-    assert_same(way, steps(functools.partial(at_the_end, **levels), mesh=mesh))
+    assert_same_trees(way, steps(functools.partial(at_the_end, **levels), mesh=mesh))
 
 
 def test_layers_in_a_loop():
@@ -349,7 +336,7 @@ def sent(jaxpr):
 @pytest.mark.parametrize("order", [None, (0, 1, 2, 3), (2, 0, 3, 1), (1, 2, 0, 3)])
 def test_messages_are_sent_in_the_given_order(order):
     gradients = functools.partial(on_the_way, order=order, plan=SMALL)
-    assert_same(steps(gradients), steps(functools.partial(at_the_end, plan=SMALL)))
+    assert_same_trees(steps(gradients), steps(functools.partial(at_the_end, plan=SMALL)))
     program = jax.make_jaxpr(lambda r, x: gradients(r, x)[0], axis_env=[("data", RANKS)])(
         jax.tree.map(lambda r: r[0], RESIDUALS), BATCHES[0]
     )

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import refused
-from helpers import normal, sent
+from helpers import mesh_with, normal, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import NESTED
 
 import jaxcgx as cgx
 
@@ -29,7 +30,7 @@ def loss_on(axis_type):
 
 
 def mesh_of(axis_type):
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(axis_type,) * 2)
+    return mesh_with(axis_type, data=2, model=4)
 
 
 def place(mesh, tree, specs):
@@ -47,9 +48,7 @@ def check(step, mesh, params, x):
     return sent(run.lower(params, x).compile().as_text())
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
-)
+@NESTED
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_model_axis_left_to_the_partitioner(axis_type):
     """shard_map is over 'data' only, and compresses in a shard_map over 'model'."""
@@ -108,13 +107,8 @@ def test_axes_of_vmap_and_of_a_checked_mesh():
     mesh = mesh_of(AxisType.Auto)
 
     def gradient(check_vma):
-        def step(x):
-            return jax.grad(
-                lambda x: (
-                    jax.vmap(lambda row: cgx.compressed_psum(row, ("v", "data"), CODEC), axis_name="v")(x) * 2
-                ).sum()
-            )(x)
-
+        total = jax.vmap(lambda row: cgx.compressed_psum(row, ("v", "data"), CODEC), axis_name="v")
+        step = jax.grad(lambda x: (total(x) * 2).sum())
         return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))(X)
 
     refused("compressed_psum", lambda: gradient(True), ValueError, "axis_name", "both: vmap's 'v'")

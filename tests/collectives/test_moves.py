@@ -92,10 +92,8 @@ def test_a_receiver_decodes_what_a_sender_encodes(codec):
 def test_what_is_sent():
     codec, x = cgx.MaxMin(4), normal((4, 5120))
     wire = codec.wire_bytes((5120,), "float32")
-    for perm, expected in (
-        (RING, {"collective-permute": wire}),
-        (1, {"all-to-all": wire / 4 * 3, "all-gather": wire / 4 * 3}),
-    ):
+    broadcast = dict.fromkeys(("all-to-all", "all-gather"), wire / 4 * 3)
+    for perm, expected in (RING, {"collective-permute": wire}), (1, broadcast):
         run = on_ranks(move(perm, codec), mesh(4))
         back = on_ranks(jax.grad(lambda x, perm=perm: move(perm, codec)(x).sum()), mesh(4))
         assert sent(run.lower(x).compile().as_text()) == {(operation, "u8") for operation in expected}
@@ -126,10 +124,7 @@ def test_the_transpose_has_its_own_codec_and_noise():
 def test_differences(check_vma):
     """A receiver has exactly what its sender expects, and the error is that of the last difference."""
     codec, x = cgx.MaxMin(4, 64), {"w": normal((4, 500)), "h": normal((4, 64), 1, jnp.bfloat16), "n": TREE["n"]}
-    x["few"], plan = (
-        normal((4, 8), 2),
-        cgx.Plan(codec, min_size=40, skip_1d=False),
-    )  # raw, and compressed on the way back
+    x["few"], plan = normal((4, 8), 2), cgx.Plan(codec, min_size=40, skip_1d=False)  # raw there, compressed back
     slow = [jax.tree.map(lambda y, t=t: y if y.dtype == jnp.int32 else y * (1 + t / 50), x) for t in range(3)]
     run = on_ranks(lambda x, carry: move(RING[:3], plan, carry=carry, backward_plan=codec)(x), mesh(4), check_vma)
     carry = jax.tree.map(jnp.zeros_like, cgx.init_carry(plan, x, ends=True))
@@ -170,9 +165,8 @@ def test_differences_in_a_scan_that_is_differentiated():
         (x, carry), _ = lax.scan(jax.checkpoint(step), (x, carry), weights[0])
         return x.sum()
 
-    got, expected = (
-        on_ranks(jax.grad(functools.partial(loss, fed=fed)), mesh(4))(normal((4, 64))) for fed in (True, False)
-    )
+    gradient = lambda fed: on_ranks(jax.grad(functools.partial(loss, fed=fed)), mesh(4))(normal((4, 64)))
+    got, expected = gradient(True), gradient(False)
     np.testing.assert_allclose(got, expected, rtol=0.05, atol=0.02)
 
 

@@ -1,11 +1,11 @@
-"""Tests collectives with a plan: every leaf has a codec, an exchange and a reason."""
+"""Tests collectives with a plan: every leaf has a codec, an exchange and a reason. Leaves that it skips are zeros."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import refused
-from helpers import assert_same_bytes, assert_trees, normal, planned
+from helpers import assert_same_bytes, assert_same_trees, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
@@ -47,10 +47,9 @@ def test_a_message_for_each_codec_and_a_reason_for_each_raw_leaf():
     f = lambda t: cgx.compressed_psum(t, "a", planned(PLAN, schedule="one_shot"), key=KEY)
     step = jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P())
     found = cgx.explain(step, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree(4)), show=False)
-    assert {len(c.leaves): c.codec.split("(")[0] for c in found.collectives if c.dtype == "uint8"} == {
-        1: "MaxMin",
-        2: "MaxMin",
-        3: "MaxMin",
+    compressed = [c for c in found.collectives if c.dtype == "uint8"]
+    assert {len(c.leaves) for c in compressed} == {1, 2, 3} and {c.codec.split("(")[0] for c in compressed} == {
+        "MaxMin"
     }
     reasons = {leaf.path: leaf.reason for leaf in found.raw}
     assert set(reasons) == {"['raw']", "['bias']", "['tiny']", "['step']"}
@@ -61,10 +60,8 @@ def test_a_message_for_each_codec_and_a_reason_for_each_raw_leaf():
 def test_an_axis_of_one_rank_is_no_stage(sizes):
     codecs = {"a": cgx.MaxMin(4), "b": cgx.MaxMin(4)}
     schedule = {"a": "ring", "b": "two_shot"} if sizes[0] == 1 else {"a": "two_shot", "b": "ring"}
-    f = lambda t: (
-        cgx.compressed_psum(t, ("a", "b"), planned(codecs, schedule=schedule)),
-        cgx.compressed_psum(t, ("a", "b"), planned(cgx.MaxMin(4), schedule="two_shot")),
-    )
+    plans = planned(codecs, schedule=schedule), planned(cgx.MaxMin(4), schedule="two_shot")
+    f = lambda t: [cgx.compressed_psum(t, ("a", "b"), plan) for plan in plans]
     assert_trees(assert_same_bytes, *on_ranks(f, mesh(*sizes))(tree(*sizes)))
 
 
@@ -75,12 +72,9 @@ def test_a_key_is_of_use_on_one_node_too():
 
 def test_codecs_by_axis_there_and_back():
     x, codecs = normal((2, 4, 8, 100), 0), {"a": cgx.MaxMin(4), "b": cgx.MaxMin(8)}
-    grad = lambda **plans: on_ranks(
-        jax.grad(lambda x: cgx.compressed_all_gather(x, ("a", "b"), tiled=True, **plans).sum()), mesh(2, 4)
-    )(x)
-    assert_same_bytes(
-        grad(plan=cgx.Raw(), backward_plan=codecs), grad(plan={"a": cgx.Raw(), "b": cgx.Raw()}, backward_plan=codecs)
-    )
+    gathered = lambda plan: lambda x: cgx.compressed_all_gather(x, ("a", "b"), plan, backward_plan=codecs, tiled=True)
+    grad = lambda plan: on_ranks(jax.grad(lambda x: gathered(plan)(x).sum()), mesh(2, 4))(x)
+    assert_same_bytes(grad(cgx.Raw()), grad({"a": cgx.Raw(), "b": cgx.Raw()}))
 
 
 def test_leaders_are_of_hierarchies():
@@ -88,23 +82,17 @@ def test_leaders_are_of_hierarchies():
     codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}
     plan = cgx.Plan(codecs, rules=[("embed", cgx.MaxMin(8))], min_size=100, leader=True)
     t = {name: tree(2, 4)[name] for name in ("embed", "out")}
-    got, led, flat = on_ranks(
-        lambda t: (
-            cgx.compressed_psum(t, ("a", "b"), plan),
-            cgx.compressed_psum(t, ("a", "b"), planned(codecs, leader=True)),
-            cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(8)),
-        ),
-        mesh(2, 4),
-    )(t)
+    plans = plan, planned(codecs, leader=True), cgx.MaxMin(8)
+    run = on_ranks(lambda t: [cgx.compressed_psum(t, ("a", "b"), each) for each in plans], mesh(2, 4))
+    got, led, flat = run(t)
     np.testing.assert_allclose(got["out"], led["out"], atol=3)
     np.testing.assert_allclose(got["embed"], flat["embed"], atol=0.3)
 
 
 def test_a_codec_of_the_transpose_holds_where_a_guard_leaves_the_value_raw():
-    f = lambda x: cgx.compressed_all_gather(
-        x, "a", cgx.Plan(cgx.MaxMin(8)), tiled=True, backward_plan=cgx.MaxMin(4)
-    ).sum()
-    step = jax.shard_map(jax.grad(f), mesh=mesh(4), in_specs=P("a"), out_specs=P("a"))
+    plans = dict(plan=cgx.Plan(cgx.MaxMin(8)), backward_plan=cgx.MaxMin(4))
+    f = jax.grad(lambda x: cgx.compressed_all_gather(x, "a", tiled=True, **plans).sum())
+    step = jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P("a"))
     found = cgx.explain(step, jnp.ones(4 * 4096), show=False)
     assert [c.codec for c in found.collectives if c.dtype == "uint8"] == ["MaxMin(bits=4)"]
 
@@ -180,3 +168,56 @@ def test_presets_send_a_share_between_centers(preset):
     ((axes, (total, _)),) = flat.totals.items()
     # 4 of the 7 other ranks are in the other center
     assert axes == ("a", "b") and total * 4 / 7 == 4 * by_axis.totals["a",][0]
+
+
+FREEZING = cgx.Plan(cgx.MaxMin(8), [("frozen", cgx.Skip())], min_size=100)
+FROZEN = {"w": normal((4, 30, 40), 1), "frozen": {"w": normal((4, 30, 40), 2), "ids": jnp.ones((4, 3), jnp.int32)}}
+
+
+def zeros(tree):
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("collective", [cgx.compressed_psum, cgx.compressed_pmean])
+def test_sums_of_skipped_leaves_are_zeros(collective, check_vma):
+    residuals = {"w": zeros(FROZEN["w"]), "frozen": {"w": 1 + zeros(FROZEN["w"]), "ids": None}}
+    sums = lambda t, r: collective(t, "a", planned(FREEZING, strict=True), carry=cgx.Carry(residuals=r))
+    found, carry = on_ranks(sums, mesh(4), check_vma)(FROZEN, residuals)
+    assert_same_trees(found["frozen"], zeros(FROZEN["frozen"]))
+    assert_same_trees(carry.residuals["frozen"], residuals["frozen"])
+    assert found["w"].any() and carry.residuals["w"].any()
+    plan = cgx.Plan(cgx.Raw(), [("frozen", cgx.Skip())])
+    raw = on_ranks(lambda t: collective(t, "a", plan), mesh(4), check_vma)(FROZEN)
+    assert_same_trees(raw["frozen"], zeros(FROZEN["frozen"]))
+    total = FROZEN["w"].sum(0) / (4 if collective is cgx.compressed_pmean else 1)
+    np.testing.assert_allclose(raw["w"][0], total, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_is_sent_of_skipped_leaves():
+    """It doesn't matter whether these leaves are the same on every rank."""
+    f = lambda t, same: cgx.compressed_pmean({"w": t["w"], "frozen": (t["frozen"], same)}, "a", FREEZING)
+    step = jax.shard_map(f, mesh=mesh(4), in_specs=(P("a"), P()), out_specs=P())
+    found = cgx.explain(step, FROZEN, jnp.ones(3), show=False)
+    assert {c.leaves for c in found.collectives} == {("['w']",)}
+    frozen = [leaf for leaf in found.raw if "frozen" in leaf.path]
+    assert {leaf.path for leaf in frozen} == {"['frozen'][0]['w']", "['frozen'][0]['ids']", "['frozen'][1]"}
+    assert all((leaf.bytes, leaf.reason) == (0, "the plan skips it") for leaf in frozen)
+
+
+def test_the_gradient_in_the_backward_pass_is_zeros():
+    def loss(params, x):
+        params = cgx.sync_in_backward(params, "a", FREEZING)
+        return lax.pmean(((x @ params["w"] + x @ params["frozen"]) ** 2).mean(), "a")
+
+    params = {"w": normal((8, 16), 1), "frozen": normal((8, 16), 2)}
+    outside = jax.shard_map(loss, mesh=mesh(4), in_specs=(P(), P("a")), out_specs=P())
+    value, grads = jax.jit(jax.value_and_grad(outside))(params, normal((4, 8), 3))
+    plain = ((normal((4, 8), 3) @ (params["w"] + params["frozen"])) ** 2).mean()
+    np.testing.assert_allclose(value, plain, rtol=1e-5)
+    assert grads["w"].any() and not grads["frozen"].any()
+
+
+def test_codecs_that_send_nothing_encode_nothing():
+    refused("encode", lambda: cgx.encode(jnp.ones(3), cgx.Skip()), ValueError, "codec", "Skip()", "jaxcgx.Plan")
+    assert cgx.Skip().wire_bytes((1000, 3), "bfloat16") == 0 and cgx.Skip() == cgx.Skip() and cgx.Skip().skips

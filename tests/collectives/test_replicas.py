@@ -1,31 +1,22 @@
-"""Tests that check_replicas finds any different bit, and says where it is."""
+"""Tests that check_replicas finds any different bit, and that all ranks agree on whether gradients are finite."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pages
 import pytest
+from helpers import mesh_with
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 
 RANKS = 4
-MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS])
-AXES = ("a", "b")
-DTYPES = [
-    jnp.float32,
-    jnp.bfloat16,
-    jnp.float16,
-    jnp.int32,
-    jnp.uint8,
-    jnp.int16,
-    jnp.bool_,
-    jnp.int4,
-    jnp.float4_e2m1fn,
-    jnp.complex64,
-    jnp.float8_e4m3fn,
-]
-TREE = {str(jnp.dtype(d)): jnp.asarray(np.arange(60).reshape(5, 12) % 2, d) for d in DTYPES}
+MESH, AXES = mesh_with(a=2, b=2), ("a", "b")
+FLOATS = ["float32", "bfloat16", "float16", "complex64", "float8_e4m3fn", "float4_e2m1fn"]
+DTYPES = [*FLOATS, "int32", "uint8", "int16", "bool", "int4"]
+TREE = {d: jnp.asarray(np.arange(60).reshape(5, 12) % 2, d) for d in DTYPES}
 
 
 def check(change, tree=TREE, check_vma=True, axes=AXES):
@@ -70,10 +61,8 @@ def test_one_element_of_one_rank(name):
     ],
 )
 def test_bits_count(change):
-    x = jnp.asarray([0.0, 1, 2, 3, 1e-40])
-    assert check(lambda t, r: jax.tree.map(lambda x: change(x, r), t), {"x": x}).differs.tolist() == [
-        [False, True, False, False]
-    ]
+    found = check(lambda t, rank: {"x": change(t["x"], rank)}, {"x": jnp.asarray([0.0, 1, 2, 3, 1e-40])})
+    assert found.differs.tolist() == [[False, True, False, False]]
 
 
 def test_same_nans_agree():
@@ -98,7 +87,37 @@ def test_nothing_to_check():
 
 def test_random_keys():
     assert check(lambda tree, rank: tree, {"key": jax.random.key(0)}).agree
-    folded = check(
-        lambda tree, rank: jax.tree.map(lambda k: jax.random.fold_in(k, rank // 3), tree), {"key": jax.random.key(0)}
-    )
+    folded = check(lambda t, rank: {"key": jax.random.fold_in(t["key"], rank // 3)}, {"key": jax.random.key(0)})
     assert folded.differs.tolist() == [[False, False, False, True]]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("bad", [None, np.nan, -np.inf])
+def test_all_ranks_get_one_answer(bad, check_vma):
+    x = np.ones((4, 3), np.float32)
+    x[2, 1] = x[2, 1] if bad is None else bad
+    tree = {"x": jnp.asarray(x), "count": jnp.ones((4, 2), jnp.int32)}
+    assert (on_ranks(lambda tree: cgx.all_finite(tree, "a"), mesh(4), check_vma)(tree) == (bad is None)).all()
+    nothing = lambda x: (cgx.all_finite({}, "a"), cgx.all_finite({"same": jnp.full(3, jnp.nan)}, "a"))
+    empty, same = on_ranks(nothing, mesh(4), check_vma)(x)
+    assert empty.all() and not same.any()
+
+
+@pytest.mark.parametrize("overflows", [True, False])
+def test_flax_dynamic_scale(overflows):
+    scaling = pytest.importorskip("flax.training.dynamic_scale", reason="needs the extra `test`")
+    names = pages.given() | dict(plan=cgx.MaxMin(4))
+    exec(pages.programs("docs/training")[11], names)
+    x, y = names["batch"]
+    batch = x.at[5, 0].set(jnp.inf) if overflows else x, y  # of rank 1
+    step = jax.shard_map(
+        lambda *given: jax.tree.map(lambda x: x[None], names["step"](*given)),
+        mesh=pages.make_mesh(),
+        in_specs=(P(), P(), P("data")),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    params, scale, _ = jax.jit(step)(names["params"], scaling.DynamicScale(scale=8.0), batch)
+    assert (scale.scale == (4 if overflows else 8)).all() and (scale.fin_steps == (0 if overflows else 1)).all()
+    for name, x in params.items():
+        assert (x == x[0]).all() and bool((x[0] == names["params"][name]).all()) == overflows

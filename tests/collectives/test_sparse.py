@@ -42,18 +42,16 @@ def psum(x, residuals, axes="a", codec=ALL, momentum=None, **fields):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_nothing_is_lost(ranks):
     x, before = tree(ranks), tree(ranks, seed=1)
-    ways = {f"{codec} {way}": dict(codec=CODECS[codec], **WAYS[way]) for codec in CODECS for way in WAYS}
-    done = on_ranks(lambda x, e: {name: psum(x, e, **way) for name, way in ways.items()}, mesh(ranks))(x, before)
-    for results, after in done.values():
+    run = lambda x, e: [psum(x, e, codec=codec, **way) for codec in CODECS.values() for way in WAYS.values()]
+    for results, after in on_ranks(run, mesh(ranks))(x, before):
         assert_conserved(x, before, results, after, near=0)
         assert_same_on_all_ranks(results)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [dict(), dict(leader=True), dict(schedule={"a": "one_shot", "b": "ring"})],
-    ids=["shards", "leader", "one_shot"],
-)
+HIERARCHIES = {"shards": {}, "leader": dict(leader=True), "one_shot": dict(schedule={"a": "one_shot", "b": "ring"})}
+
+
+@pytest.mark.parametrize("options", HIERARCHIES.values(), ids=HIERARCHIES)
 def test_nothing_is_lost_of_a_hierarchy(options):
     x, before = tree(2, 4), tree(2, 4, seed=1)
 
@@ -97,13 +95,13 @@ def test_of_16_bits_the_result_is_rounded_and_nothing_else_lost():
 def test_owners_send_as_little_whatever_the_number_of_ranks(ranks):
     """Ok-Topk's bound: fewer than 6 k words for k elements; here 2 k values and their indices."""
     n, k = 100_000, 1000
-    x = jax.ShapeDtypeStruct((ranks, n), jnp.float32)
-    program = on_ranks(
-        lambda x: cgx.compressed_psum(x, "a", planned(cgx.TopK(k / n, pull="top"), schedule="two_shot")), mesh(ranks)
-    )
-    assert 4 * k < cgx.explain(program, x, show=False).bytes < 4 * 6 * k * (ranks - 1) / ranks
-    lists = on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(cgx.TopK(k / n), schedule="one_shot")), mesh(ranks))
-    assert (ranks - 1) * 4 * k < cgx.explain(lists, x, show=False).bytes < (ranks - 1) * 4 * 2 * k
+
+    def sent(codec, schedule):
+        program = on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(codec, schedule=schedule)), mesh(ranks))
+        return cgx.explain(program, jax.ShapeDtypeStruct((ranks, n), jnp.float32), show=False).bytes
+
+    assert 4 * k < sent(cgx.TopK(k / n, pull="top"), "two_shot") < 4 * 6 * k * (ranks - 1) / ranks
+    assert (ranks - 1) * 4 * k < sent(cgx.TopK(k / n), "one_shot") < (ranks - 1) * 4 * 2 * k
 
 
 @pytest.mark.parametrize("codec", ["all", "top"])
@@ -138,9 +136,8 @@ def test_of_ratio_0_nothing_is_sent():
 def test_a_ring_sends_the_top_of_its_sums():
     """Sums of whole numbers below 2^24 are exact if all elements are sent."""
     x = tree(4)
-    ring = on_ranks(
-        lambda x: cgx.compressed_psum(x, "a", planned(cgx.TopK(1.0, pull="top"), schedule="ring")), mesh(4)
-    )(x)
-    assert_trees(lambda y, x: np.testing.assert_array_equal(y[0], np.asarray(x).sum(0)), ring, x)
-    few = on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(TOP, schedule="ring")), mesh(4))(x)["flat"][0]
+    ring = lambda codec: on_ranks(lambda x: cgx.compressed_psum(x, "a", planned(codec, schedule="ring")), mesh(4))(x)
+    exact = lambda y, x: np.testing.assert_array_equal(y[0], np.asarray(x).sum(0))
+    assert_trees(exact, ring(cgx.TopK(1.0, pull="top")), x)
+    few = ring(TOP)["flat"][0]
     assert 0 < (np.asarray(few) != 0).sum() <= 0.05 * 3001 + 4

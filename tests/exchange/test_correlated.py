@@ -63,16 +63,16 @@ def test_ranks_share_noise_that_is_evenly_spread(ranks):
     assert len(np.unique(orders, axis=0)) >= min(2 * (ranks - 1), 50) or ranks == 1
 
 
-@pytest.mark.parametrize("schedule", ["one_shot", "two_shot"])
-def test_every_rank_and_the_sum_are_unbiased(schedule):
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot", "ring"])
+@pytest.mark.parametrize("codec", [STOCHASTIC, CORRELATED], ids=["stochastic", "correlated"])
+def test_every_rank_and_the_sum_are_unbiased(codec, schedule):
     x, steps = UNLIKE[:, :500], 400
 
     def body(x):
         def draw(key):
-            each = cgx.compressed_all_gather(x, "a", CORRELATED, key=key)
-            return jnp.concatenate(
-                [each, cgx.compressed_psum(x, "a", planned(CORRELATED, schedule=schedule), key=key)[None]]
-            )
+            each = cgx.compressed_all_gather(x, "a", codec, key=key)
+            total = cgx.compressed_psum(x, "a", planned(codec, schedule=schedule), key=key)
+            return jnp.concatenate([each, total[None]])
 
         return jax.lax.map(draw, jax.random.split(jax.random.key(1), steps))
 

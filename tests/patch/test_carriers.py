@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from errors import raises, says
-from started import Processes, free_port
+from started import Processes, free_port, until
 
 import jaxcgx as cgx
 from jaxcgx.native import sockets
@@ -37,13 +37,6 @@ def subscribe(address, **options):
     return cgx.patch.Subscriber(address, LIKE, **dict(every=0.01, timeout=LIMIT, secret="s") | options)
 
 
-def until(done):
-    end = time.monotonic() + LIMIT
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def publish(processes, number):
     processes.running[0].stdin.write(f"{number}\n")
     return int(processes.running[0].stdout.readline())
@@ -59,17 +52,17 @@ def test_a_publisher_that_dies_and_comes_back(address):
             for number in range(1, 8):
                 assert publish(first, number) == number
             assert subscriber.latest(7)[0] == 7
-        until(lambda: "not reached" in subscriber._reason)
+        until(lambda _: "not reached" in subscriber._reason)
         assert subscriber.latest()[0] == 7
         with Processes(["-c", PROGRAM, address]) as second:
             assert publish(second, 50) == 1
-            until(lambda: subscriber._state.version == 1)
+            until(lambda _: subscriber._state.version == 1)
             subscriber._timeout = 0
             with raises(TimeoutError, says("Subscriber.latest", expected="version 5 within", got="1")):
                 subscriber.latest(5)  # the old version 7 is none of this publisher
-            until(lambda: subscriber.latest()[0] == 50)
+            until(lambda _: subscriber.latest()[0] == 50)
             assert publish(second, 60) == 2
-            until(lambda: subscriber.latest()[0] == 60)
+            until(lambda _: subscriber.latest()[0] == 60)
             assert subscriber.version == 2
 
 
@@ -88,7 +81,7 @@ def test_parts_over_several_connections(address, monkeypatch):
         subscriber._closed.set()
         subscriber._thread.join()  # no request ends its connections
         publisher.close()
-        until(lambda: not publisher._server._sockets)
+        until(lambda _: not publisher._server._sockets)
         with raises(RuntimeError, says("Publisher.publish", expected="a publisher that is open")):
             publisher.publish(x)
 
@@ -113,13 +106,13 @@ def test_a_wrong_secret(address):
     with subscribe(address, secret="other") as subscriber:
         with cgx.patch.Publisher(address, secret="s") as publisher:
             publisher.publish(LIKE)
-            until(lambda: subscriber._problem)
+            until(lambda _: subscriber._problem)
             for _ in range(2):
                 with raises(RuntimeError, words):
                     subscriber.latest()
         with cgx.patch.Publisher(address, secret="other") as publisher:
             publisher.publish(LIKE)
-            until(lambda: not subscriber._problem)
+            until(lambda _: not subscriber._problem)
             assert subscriber.latest() is subscriber.latest(1)
 
 
@@ -145,7 +138,7 @@ def test_strangers(address):
             with sock:
                 sock.sendall(b"x" * HELLO.size)
                 with raises(RuntimeError, says("Subscriber.latest", expected="a publisher", remedy="is no publisher")):
-                    until(lambda: subscriber._problem) or subscriber.latest()
+                    until(lambda _: subscriber._problem) or subscriber.latest()
 
 
 def test_strangers_that_take_their_time(address, monkeypatch):

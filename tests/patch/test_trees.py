@@ -1,15 +1,26 @@
-"""Tests patches of trees: every dtype, arrays of JAX and NumPy, shardings, checksums, and errors."""
+"""Tests patches of trees and of words: every dtype, arrays of JAX and NumPy, golden vectors, and altered bytes.
+
+The kernels and jnp make the same bytes, refuse the same ones, and make the same words of the others.
+"""
+
+import base64
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import table
+from golden import patches
 from jax._src import xla_bridge
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pages import make_mesh
 
-from jaxcgx.patch import Patch, apply, checksum, encode
+import jaxcgx as cgx
+from jaxcgx.native import registration
+from jaxcgx.patch import Patch, apply, checksum, encode, trees, words
+from jaxcgx.patch.words import BLOCK
 
 DTYPES = ["bool", "int8", "uint16", "int32", "float8_e4m3fn", "bfloat16", "float16", "float32", "complex64"]
 
@@ -126,36 +137,27 @@ def test_checksums_tell_dtypes_and_shapes_apart():
     assert checksum({"a": x}) == checksum([jnp.asarray(x)]) == checksum(x)
 
 
-def test_other_trees_are_refused():
-    old, new = {"w": np.zeros((2, 3), np.float32)}, {"w": np.ones((2, 3), np.float32)}
-    patch = encode(old, new)
-    with pytest.raises(ValueError, match=r"'old': expected a tree with the checksum .* apply all patches in the order"):
-        apply(new, patch)
-    with pytest.raises(ValueError, match="'old': expected a tree with the checksum"):
-        apply({"w": old["w"].reshape(3, 2)}, patch)
-    with pytest.raises(ValueError, match="'old': expected the 1 leaves that the patch is for, got 2"):
-        apply([old, old], patch)
-    with pytest.raises(ValueError, match=r"leaf \['w'\]: expected 6 words of 4 bytes, .*, got float32\[2\]"):
-        apply({"w": np.zeros(2, np.float32)}, patch)
-    with pytest.raises(TypeError, match=r"'patch': expected what .*frombytes returns, got b'cgxpatch"):
-        apply(old, patch.tobytes())
-    with pytest.raises(ValueError, match=r"'new': expected the structure of 'old'"):
-        encode(old, {"v": new["w"]})
-    with pytest.raises(
-        ValueError, match=r"'new', leaf \['w'\]: expected float32\[2, 3\], as in 'old', got float32\[6\]"
-    ):
-        encode(old, {"w": new["w"].reshape(6)})
-
-
-def test_leaves_that_have_no_bits_are_refused():
-    key, x = jax.random.key(0), jnp.ones(3)
-    with pytest.raises(TypeError, match=r"'old': expected an array with values, .*; call it outside of jax.jit"):
-        jax.jit(lambda x: apply(x, encode(x, x)))(x)
-    for tree in ([3.0], ["a"], np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.zeros(2, "f4,f4")):
-        with pytest.raises(TypeError, match="patch.checksum: argument 'tree'.*: expected"):
-            checksum(tree)
-    with pytest.raises(TypeError, match=r"pass jax.random.key_data of a key"):
-        encode({"key": key}, {"key": key})
+OLD, NEW = {"w": np.zeros((2, 3), np.float32)}, {"w": np.ones((2, 3), np.float32)}
+PATCH, KEY = encode(OLD, NEW), jax.random.key(0)
+NO_ARRAYS = [3.0], ["a"], np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.zeros(2, "f4,f4")
+apply_to = lambda old, patch=PATCH: lambda: apply(old, patch)
+ERRORS = {
+    "patch.apply": [
+        (apply_to(NEW), ValueError, "old", "a tree with the checksum", "apply all patches in the order"),
+        (apply_to({"w": OLD["w"].reshape(3, 2)}), ValueError, "old", "a tree with the checksum"),
+        (apply_to([OLD, OLD]), ValueError, "old", "the 1 leaves 2"),
+        (apply_to({"w": np.zeros(2, np.float32)}), ValueError, "old ['w']", "6 words of 4 bytes float32[2]"),
+        (apply_to(OLD, PATCH.tobytes()), TypeError, "patch", "jaxcgx.patch.Patch.frombytes returns b'"),
+    ],
+    "patch.encode": [
+        (lambda: encode(OLD, {"v": NEW["w"]}), ValueError, "new", "the structure of 'old'"),
+        (lambda: encode(OLD, {"w": NEW["w"].reshape(6)}), ValueError, "new ['w']", "float32[2, 3] float32[6]"),
+        (lambda: jax.jit(lambda x: encode(x, x))(jnp.ones(3)), TypeError, "old", "", "outside of jax.jit"),
+        (lambda: encode({"key": KEY}, {"key": KEY}), TypeError, "old ['key']", "", "pass jax.random.key_data"),
+    ],
+    "patch.checksum": [(lambda tree=tree: checksum(tree), TypeError, "tree") for tree in NO_ARRAYS],
+}
+test_errors = table(ERRORS)
 
 
 def test_altered_bytes_are_refused():
@@ -177,3 +179,92 @@ def test_numpy_needs_no_devices(monkeypatch):
     monkeypatch.setattr(xla_bridge, "backends", None)  # a call is an error
     old, new = {"w": np.zeros(5)}, {"w": np.ones(5)}
     assert_same_bits(apply(old, encode(old, new)), new)
+
+
+GOLDEN = json.loads(patches.FILE.read_text())
+KERNELS = ["portable", "avx2", "avx512"] if registration.MODULE else []
+LONG = 2 * BLOCK + 13
+
+
+@pytest.fixture(params=["jnp", *KERNELS])
+def engine(request, monkeypatch):
+    native = registration.MODULE
+    if request.param == "jnp":
+        monkeypatch.setattr(trees, "engine", words)
+        yield words
+        return
+    best = native.build_info()["kernels"]
+    try:
+        native.select_kernels(request.param)
+    except ValueError:
+        pytest.skip(f"this processor does not run {request.param} kernels")
+    yield native.patch
+    native.select_kernels(best)
+
+
+@pytest.mark.parametrize("name", ["there", "back"])
+def test_golden_patches(engine, name):
+    before, after = patches.trees() if name == "there" else patches.trees()[::-1]
+    data = base64.b64decode(GOLDEN[name])
+    patch = cgx.patch.Patch.frombytes(data)
+    assert cgx.patch.encode(before, after).tobytes() == data
+    assert patches.decode(data, before) == [x.tobytes() for x in after] and patch.new == patches.checksum(after)
+    for got, expected in zip(cgx.patch.apply(before, patch), after, strict=True):
+        assert got.dtype == expected.dtype and got.shape == expected.shape and got.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["ones", "small", "any", "mixed"])
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_any_words(engine, width, kind):
+    rng = np.random.default_rng(width)
+    for share in (0, 0.0003, 0.01, 0.2, 0.45, 0.9, 1):
+        # jnp compiles a program for each length, and takes long for long ones.
+        in_jnp = (0, 300, LONG) if kind == "mixed" and share in (0.01, 0.9) else (0, 300)
+        lengths = in_jnp if engine is words else (0, 1, 2, 7, 300, BLOCK, LONG)
+        olds = [rng.integers(0, 256, n * width, np.uint8).view(f"u{width}") for n in lengths]
+        news = [patches.change(rng, old, share, kind) for old in olds]
+        parts = [words.Part(*part) for part in engine.encode(olds, news)]
+        compared = [i for i, n in enumerate(lengths) if n in in_jnp and engine is not words]
+        reference = words.encode([olds[i] for i in compared], [news[i] for i in compared])
+        assert [parts[i] for i in compared] == reference
+        digests = [words.digest_of(x) for x in olds], [words.digest_of(x) for x in news]
+        assert digests == ([part.old for part in parts], [part.new for part in parts])
+        for part, new in zip(parts, news):
+            assert len(part.blocks) <= new.nbytes and len(part.heads) == 6 * -(-new.size // BLOCK)
+            sizes = words.block_sizes(np.frombuffer(part.heads, words.HEAD), new.size, width)
+            assert sizes.sum() == len(part.blocks)
+        made = [x.copy() for x in olds]
+        heads, blocks = [part.heads for part in parts], [part.blocks for part in parts]
+        assert engine.apply(heads, blocks, made, made) == ([0] * len(olds), digests[1])  # in place
+        for got, expected in zip(made, news):
+            np.testing.assert_array_equal(got, expected)
+
+
+def applied(engine, parts, olds):
+    """Returns the new words, or None if the bytes are refused."""
+    news = [np.empty_like(x) for x in olds]
+    try:
+        engine.apply(parts[::2], parts[1::2], olds, news)
+    except ValueError as error:
+        assert "blocks as jaxcgx.patch.encode writes them" in str(error)
+        return None
+    return [x.tobytes() for x in news]
+
+
+def test_bytes_that_no_encoder_wrote(engine):
+    """They are refused, or give some words: nothing else happens."""
+    rng, refused = np.random.default_rng(0), 0
+    olds = [rng.integers(0, 256, n * w, np.uint8).view(f"u{w}") for n, w in [(300, 2), (9, 1), (70, 4), (40, 8)]]
+    whole = [words.Part(*x) for x in engine.encode(olds, [patches.change(rng, x, 0.2, "mixed") for x in olds])]
+    for number in range(400):
+        parts = [bytearray(x) for part in whole for x in (part.heads, part.blocks)]
+        if number % 2:
+            parts[1::2] = [bytearray(rng.bytes(len(x))) for x in parts[1::2]]
+        else:
+            data = parts[rng.integers(len(parts))]
+            data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        made = applied(engine, parts, olds)
+        refused += made is None
+        if engine is not words and number < 100:
+            assert made == applied(words, parts, olds)
+    assert refused > 200

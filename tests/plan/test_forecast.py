@@ -93,18 +93,18 @@ def test_leaves_that_are_raw_on_every_axis():
     assert sent(tree, list(sizes.items()), plan) == {axes: total for axes, (total, _) in found.totals.items()}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "codecs"),
-    [
-        ({"a": 2, "b": 4}, {"a": FOUR, "b": EIGHT}),
-        ({"a": 3, "b": 2}, {"a": FOUR, "b": RAW}),
-        ({"a": 2, "b": 2}, {"a": RAW, "b": FOUR}),
-        ({"a": 2, "b": 2, "c": 2}, {"a": FOUR, "b": RAW, "c": EIGHT}),
-    ],
-    ids=["compressed", "raw within", "raw between", "three"],
-)
-def test_hierarchies_by_leaders(sizes, codecs):
+HIERARCHIES = {
+    "compressed": ({"a": 2, "b": 4}, {"a": FOUR, "b": EIGHT}),
+    "raw within": ({"a": 3, "b": 2}, {"a": FOUR, "b": RAW}),
+    "raw between": ({"a": 2, "b": 2}, {"a": RAW, "b": FOUR}),
+    "three": ({"a": 2, "b": 2, "c": 2}, {"a": FOUR, "b": RAW, "c": EIGHT}),
+}
+
+
+@pytest.mark.parametrize("name", HIERARCHIES)
+def test_hierarchies_by_leaders(name):
     """Leaders pass on the encoded bytes that they receive."""
+    sizes, codecs = HIERARCHIES[name]
     tree, plan = TREE["layer"], cgx.Plan(codecs, leader=True, schedule="two_shot")
     found = plan.explain(tree, sizes)
     ranks = lambda axes: math.prod(sizes[name] for name in axes)
@@ -119,17 +119,14 @@ def test_leaders_are_of_hierarchies():
     rules, by_axis = [("v", EIGHT)], {"a": FOUR, "b": RAW}
     led, flat = (cgx.Plan(by_axis, rules, leader=leader).explain(tree, sizes) for leader in (True, False))
     assert led.rows[0] == flat.rows[0] and led.totals != flat.totals
-    one, of_one = (
-        cgx.Plan(codec, leader=True).explain(tree, {"a": 4})
-        for codec in (cgx.Cast("float16"), {"a": cgx.Cast("float16")})
-    )
-    assert one == of_one == cgx.Plan(cgx.Cast("float16")).explain(tree, {"a": 4})
+    half = cgx.Cast("float16")
+    one, of_one = (cgx.Plan(codec, leader=True).explain(tree, {"a": 4}) for codec in (half, {"a": half}))
+    assert one == of_one == cgx.Plan(half).explain(tree, {"a": 4})
 
 
 def test_what_no_codec_can_take_needs_no_axes():
-    found = cgx.Plan(FOUR, [("count|empty", {"node": EIGHT})]).explain(
-        {name: TREE[name] for name in ("count", "empty")}, 4
-    )
+    some = {name: TREE[name] for name in ("count", "empty")}
+    found = cgx.Plan(FOUR, [("count|empty", {"node": EIGHT})]).explain(some, 4)
     assert [row.codec for row in found.rows] == [RAW, RAW]
 
 
@@ -150,11 +147,9 @@ def test_an_empty_tree():
     assert " ".join(str(found).split()[-5:]) == "in all 0 0 1.00"
 
 
-BY_AXIS = {"node": FOUR, "local": RAW}
-
-
-explain = cgx.Plan(FOUR).explain
-LEVELS = cgx.Plan(FOUR, schedule={"node": "ring", "local": "auto"})
+BY_AXIS, explain = {"node": FOUR, "local": RAW}, cgx.Plan(FOUR).explain
+LEVELS, A_RING = (cgx.Plan(FOUR, schedule={"node": "ring"} | rest) for rest in ({"local": "auto"}, {}))
+UNUSED = cgx.Plan(FOUR, [("kernel", FOUR)])
 BAD_INPUT = {
     "Plan.explain": [
         (lambda: explain(TREE, 0), ValueError, "axis_size", "0"),
@@ -164,19 +159,9 @@ BAD_INPUT = {
         (lambda: cgx.Plan(BY_AXIS).explain(TREE, 8), ValueError, "axis_size", "8"),
         (lambda: cgx.Plan(FOUR, [("half", BY_AXIS)]).explain(TREE, {"node": 2}), ValueError, "axis_size", "{'node'"),
         (lambda: LEVELS.explain(TREE, 8), ValueError, "axis_size", "8"),
-        (
-            lambda: cgx.Plan(FOUR, schedule={"node": "ring"}).explain({}, {"node": 2, "b": 2}),
-            ValueError,
-            "axis_size",
-            "{'node'",
-        ),
+        (lambda: A_RING.explain({}, {"node": 2, "b": 2}), ValueError, "axis_size", "{'node'"),
         (lambda: explain({"w": [1.0]}, 2), TypeError, "tree 'w/0'", "1.0"),
-        (
-            lambda: cgx.Plan(FOUR, [("kernel", FOUR)]).explain({"w": jnp.zeros(3)}, 2),
-            ValueError,
-            "tree",
-            "none for Rule(",
-        ),
+        (lambda: UNUSED.explain({"w": jnp.zeros(3)}, 2), ValueError, "tree", "none for Rule("),
     ]
 }
 test_bad_input = table(BAD_INPUT)

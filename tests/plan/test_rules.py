@@ -1,14 +1,16 @@
-"""Tests which leaf gets which codec: rules, guards and errors."""
+"""Tests which leaf gets which codec: rules, guards, Skip() and errors."""
 
 import copy
 import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from errors import table
 
 import jaxcgx as cgx
+from jaxcgx import __main__
 
 FOUR, EIGHT, TWO = cgx.MaxMin(4), cgx.MaxMin(8), cgx.MaxMin(2, 128)
 TREE = {
@@ -50,9 +52,8 @@ def test_guards():
         "it has no dimension, and the plan has skip_1d=True",
     )
     assert assign(cgx.Plan(FOUR, min_size=7, skip_1d=False))["block/1/scale"] == (FOUR, None)
-    assert {
-        name for name, found in assign(cgx.Plan(FOUR, min_size=0, skip_1d=False)).items() if found != (FOUR, None)
-    } == {"count", "none"}
+    unguarded = assign(cgx.Plan(FOUR, min_size=0, skip_1d=False))
+    assert {name for name, found in unguarded.items() if found != (FOUR, None)} == {"count", "none"}
 
 
 @pytest.mark.parametrize(
@@ -110,13 +111,8 @@ def test_no_rule_is_wrong_for_what_no_codec_can_take():
 
 @pytest.mark.short
 def test_optional_rules_may_hold_for_no_leaf():
-    plan = cgx.Plan(
-        FOUR,
-        [
-            cgx.Rule(EIGHT, path="block/0/kernel", optional=True),
-            cgx.Rule(TWO, where=lambda path, leaf: path == "embed", optional=True),
-        ],
-    )
+    by_path = cgx.Rule(EIGHT, path="block/0/kernel", optional=True)
+    plan = cgx.Plan(FOUR, [by_path, cgx.Rule(TWO, where=lambda path, leaf: path == "embed", optional=True)])
     assert codecs(plan)["block/0/kernel"] == EIGHT and codecs(plan)["embed"] == TWO
     assert codecs(plan, {"embed": TREE["embed"]}) == {"embed": TWO}
     assert codecs(plan, {"w": TREE["embed"]}) == {"w": FOUR}
@@ -130,12 +126,8 @@ def test_rules_are_not_compared(monkeypatch):
 
 
 def test_the_highest_priority_counts():
-    rules = [
-        cgx.Rule(EIGHT, path="kernel"),
-        cgx.Rule(TWO, path="block/0", priority=1),
-        cgx.Rule(FOUR, path="0/kernel", priority=-1),
-    ]
-    found = codecs(cgx.Plan(cgx.Raw(), rules))
+    high, low = cgx.Rule(TWO, path="block/0", priority=1), cgx.Rule(FOUR, path="0/kernel", priority=-1)
+    found = codecs(cgx.Plan(cgx.Raw(), [cgx.Rule(EIGHT, path="kernel"), high, low]))
     assert (found["block/0/kernel"], found["block/1/kernel"], found["embed"]) == (TWO, EIGHT, cgx.Raw())
 
 
@@ -144,12 +136,8 @@ def test_rules_may_agree():
 
 
 def test_codecs_by_axis():
-    wide = {"node": EIGHT, "local": cgx.Raw()}
-    plan = cgx.Plan(
-        {"node": FOUR, "local": cgx.Raw()},
-        [("embed", wide), ("0/kernel", TWO)],
-        schedule={"node": "ring", "local": "auto"},
-    )
+    wide, narrow = {"node": EIGHT, "local": cgx.Raw()}, {"node": FOUR, "local": cgx.Raw()}
+    plan = cgx.Plan(narrow, [("embed", wide), ("0/kernel", TWO)], schedule={"node": "ring", "local": "auto"})
     found = codecs(plan)
     assert found["embed"] == wide and isinstance(found["embed"], dict)
     assert found["block/0/kernel"] == TWO and found["block/1/kernel"] == {"node": FOUR, "local": cgx.Raw()}
@@ -205,63 +193,66 @@ class Unhashable:
         return "a predicate"
 
 
+TWO_RULES = cgx.Plan(FOUR, [("kernel", EIGHT), cgx.Rule({"a": TWO}, min_size=2000)])
 BAD_PLANS = {
-    "Plan": [
-        (lambda: cgx.Plan("maxmin"), TypeError, "default", "'maxmin'"),
-        (lambda: cgx.Plan({}), ValueError, "default", "{}"),
-        (lambda: cgx.Plan({"a": 4}), TypeError, "default", "4"),
-        (lambda: cgx.Plan(FOUR, "kernel"), TypeError, "rules", "'kernel'"),
-        (lambda: cgx.Plan(FOUR, ["kernel"]), TypeError, "rules", "'kernel'"),
-        (lambda: cgx.Plan(FOUR, [(3, FOUR)]), TypeError, "rules", "("),
-        (lambda: cgx.Plan(FOUR, [("a", FOUR, 1)]), TypeError, "rules", "("),
-        (lambda: cgx.Plan(FOUR, min_size=-1), ValueError, "min_size", "-1"),
-        (lambda: cgx.Plan(FOUR, min_size=1.5), TypeError, "min_size", "1.5"),
-        (lambda: cgx.Plan(FOUR, skip_1d=1), TypeError, "skip_1d", "1"),
-        (lambda: cgx.Plan(FOUR, fusion_mb=0), ValueError, "fusion_mb", "0"),
-        (lambda: cgx.Plan(FOUR, fusion_mb="64"), TypeError, "fusion_mb", "'64'"),
-        (lambda: cgx.Plan(FOUR, schedule="star"), ValueError, "schedule", "'star'"),
-        (lambda: cgx.Plan(FOUR, schedule={"node": 3}), ValueError, "schedule", "3"),
-        (lambda: cgx.Plan(FOUR, schedule={}), ValueError, "schedule", "{}"),
-        (lambda: cgx.Plan(FOUR, leader=None), TypeError, "leader", "None"),
-        (lambda: cgx.Plan(FOUR, strict=1), TypeError, "strict", "1"),
-        (lambda: cgx.Plan(FOUR, own="mine"), ValueError, "own", "'mine'"),
-        (lambda: cgx.Plan(FOUR, own="encoded", schedule={"a": "ring"}), ValueError, "own", '"encoded"', 'own="raw"'),
-        (lambda: cgx.Plan(FOUR, fusion_mb=float("nan")), ValueError, "fusion_mb", "nan"),
-    ],
-    "Rule": [
-        (lambda: cgx.Plan(FOUR, [("a", 4)]), TypeError, "codec", "4"),
-        (lambda: cgx.Plan(FOUR, [("a(", FOUR)]), ValueError, "path", "'a('", "unterminated"),
-        (lambda: cgx.Rule(FOUR, path=b"a"), TypeError, "path", "b'a'"),
-        (lambda: cgx.Rule(FOUR, where="a"), TypeError, "where", "'a'"),
-        (lambda: cgx.Rule(FOUR, where=Unhashable()), TypeError, "where", "a predicate"),
-        (lambda: cgx.Rule(FOUR, min_size=-1), ValueError, "min_size", "-1"),
-        (lambda: cgx.Rule(FOUR, max_size=1.5), TypeError, "max_size", "1.5"),
-        (lambda: cgx.Rule(FOUR, ndim=-1), ValueError, "ndim", "-1"),
-        (lambda: cgx.Rule(FOUR, min_size=8, max_size=7), ValueError, "max_size", "7"),
-        (lambda: cgx.Rule(FOUR, priority="high"), TypeError, "priority", "'high'"),
-        (lambda: cgx.Rule(FOUR, optional="yes"), TypeError, "optional", "'yes'"),
+    "Rule": [(lambda: cgx.Rule(FOUR, where=Unhashable()), TypeError, "where", "a predicate")],
+    "test": [
+        (lambda: assign(cgx.Plan(FOUR, [("kernal", EIGHT)])), ValueError, "x", "none for Rule(", "'block/0/kernel'"),
+        (lambda: assign(TWO_RULES), ValueError, "x 'block/0/kernel'", "two: Rule(codec=MaxMin(bits=8), path='kernel')"),
+        (lambda: assign(cgx.Plan(FOUR, [(lambda path, leaf: path, EIGHT)])), TypeError, "", "'block/0/bias'"),
     ],
 }
 test_bad_plans = table(BAD_PLANS)
 
 
-ERRORS_OF_ASSIGNING = {
-    "test": [
-        (lambda: assign(cgx.Plan(FOUR, [("kernal", EIGHT)])), ValueError, "x", "none for Rule(", "'block/0/kernel'"),
-        (
-            lambda: assign(cgx.Plan(FOUR, [("kernel", EIGHT), cgx.Rule({"a": TWO}, min_size=2000)])),
-            ValueError,
-            "x 'block/0/kernel'",
-            "two: Rule(codec=MaxMin(bits=8), path='kernel')",
-        ),
-        (lambda: assign(cgx.Plan(FOUR, [(lambda path, leaf: path, EIGHT)])), TypeError, "", "'block/0/bias'"),
-    ]
-}
-test_errors_of_assigning = table(ERRORS_OF_ASSIGNING)
-
-
 def test_a_rule_by_size_need_not_hold():
-    assert set(codecs(cgx.Plan(FOUR, [cgx.Rule(EIGHT, min_size=10**6), cgx.Rule(EIGHT, ndim=7)])).values()) == {
-        FOUR,
-        cgx.Raw(),
-    }
+    found = codecs(cgx.Plan(FOUR, [cgx.Rule(EIGHT, min_size=10**6), cgx.Rule(EIGHT, ndim=7)]))
+    assert set(found.values()) == {FOUR, cgx.Raw()}
+
+
+LORA = {"lora": {"a": jnp.ones((64, 32)), "bias": jnp.ones(3)}, "w": jnp.ones((64, 64)), "ids": jnp.ones(3, jnp.int32)}
+
+
+def skipped(plan):
+    return {row.leaf for row in plan.explain(LORA, 4).rows if row.codec == cgx.Skip()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (cgx.Plan(cgx.MaxMin(4), [("w", cgx.Skip())]), {"w"}),
+        (cgx.Plan(cgx.MaxMin(4), [("bias|ids", cgx.Skip())]), {"lora/bias", "ids"}),
+        (cgx.Plan(cgx.Skip(), [("lora", cgx.MaxMin(4))]), {"w", "ids"}),
+        (cgx.Plan(cgx.MaxMin(4), [("lora", cgx.Skip()), cgx.Rule(cgx.Raw(), "bias", priority=1)]), {"lora/a"}),
+    ],
+    ids=["a rule", "stronger than guards", "the default", "of a lower priority"],
+)
+def test_leaves_that_a_plan_skips(plan, expected):
+    assert skipped(plan) == expected
+
+
+def test_a_table_says_what_is_skipped():
+    found = cgx.Plan(cgx.Skip(), [("lora", cgx.MaxMin(4))]).explain(LORA, {"node": 2, "local": 2})
+    rows = {row.leaf: row for row in found.rows}
+    assert (rows["w"].bytes, rows["w"].raw_bytes, rows["w"].message, rows["w"].why) == (0, 0, None, None)
+    assert found.raw_bytes == 4 * (64 * 32 + 3) and rows["lora/bias"].codec == cgx.Raw()
+    assert "Skip()" in str(found)
+
+
+TWO_OF_BIAS = cgx.Plan(cgx.MaxMin(4), [("bias", cgx.Skip()), ("lora", cgx.MaxMin(8))])
+statistics = lambda: cgx.gradient_statistics({"w": LORA["w"]}, codecs=[cgx.MaxMin(4)])
+WHERE_IT_HAS_NO_MEANING = {
+    "Plan.explain": [(lambda: skipped(TWO_OF_BIAS), ValueError, "tree 'lora/bias'", "two", "priority")],
+    "Plan.adapt": [(lambda: cgx.Plan(cgx.Skip()).adapt(statistics()), ValueError, "", "Skip()")],
+}
+test_where_it_has_no_meaning = table(WHERE_IT_HAS_NO_MEANING)
+
+
+def test_tune_with_a_plan_that_skips(tmp_path, capsys):
+    np.savez(tmp_path / "grads.npz", w=np.ones((64, 64), np.float32), kernel=np.eye(64, dtype=np.float32))
+    cgx.Plan(cgx.MaxMin(4), [("w", cgx.Skip())]).save(tmp_path / "base.toml")
+    options = ["--bits", "8", "--plan", str(tmp_path / "base.toml")]
+    __main__.main(["tune", str(tmp_path / "grads.npz"), "--out", str(tmp_path / "plan.toml"), *options])
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("w ")]
+    assert line == ["w", "64x64", "Skip()", "0", "0", "1.00", "0.0000"]
+    assert cgx.Plan.load(tmp_path / "plan.toml").rules[0].codec == cgx.Skip()

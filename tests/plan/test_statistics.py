@@ -30,22 +30,15 @@ def squared(x):
 @pytest.mark.short
 def test_numbers():
     found = cgx.gradient_statistics(TREE, codecs=CODECS)
-    leaves = [TREE["k"]["h"], TREE["k"]["w"], TREE["s"]]
-    assert (found.paths, found.shapes, found.dtypes) == (
-        ("k/h", "k/w", "s"),
-        ((257,), (40, 30), ()),
-        ("bfloat16", "float32", "float32"),
-    )
-    assert found.codecs == CODECS
-    np.testing.assert_allclose(
-        found.errors,
-        [[squared(np.float64(cgx.roundtrip(x, c)) - np.float64(x)) for c in CODECS] for x in leaves],
-        rtol=1e-5,
-    )
-    np.testing.assert_allclose(found.norms, list(map(squared, leaves)), rtol=1e-5)
-    np.testing.assert_allclose(
-        found.tops, [squared(np.sort(np.abs(np.float64(x)).reshape(-1))[-100:]) for x in leaves], rtol=1e-5
-    )
+    leaves = {"k/h": TREE["k"]["h"], "k/w": TREE["k"]["w"], "s": TREE["s"]}
+    assert (found.paths, found.codecs) == (tuple(leaves), CODECS)
+    assert [*zip(found.shapes, found.dtypes)] == [(x.shape, x.dtype) for x in leaves.values()]
+    error = lambda x, codec: squared(np.float64(cgx.roundtrip(x, codec)) - np.float64(x))
+    tops = [squared(np.sort(np.abs(np.float64(x)).reshape(-1))[-100:]) for x in leaves.values()]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    close(found.errors, [[error(x, codec) for codec in CODECS] for x in leaves.values()])
+    close(found.norms, list(map(squared, leaves.values())))
+    close(found.tops, tops)
     assert (np.asarray(found.errors)[:, 3] == 0).all()
 
 
@@ -65,10 +58,8 @@ def test_ranks_add_up_and_agree(check_vma):
         every = np.asarray(getattr(both, name)).reshape(4, -1)
         assert (every == every[0]).all(), name
         np.testing.assert_allclose(every[0], np.asarray(getattr(own, name)).reshape(4, -1).sum(0), rtol=1e-5)
-    plans = [
-        cgx.Plan(CODECS[1], min_size=0).adapt(jax.tree.map(lambda x: x[i, j], both)) for i in range(2) for j in range(2)
-    ]
-    assert len(set(plans)) == 1
+    each = [jax.tree.map(lambda x: x[at], both) for at in np.ndindex(2, 2)]
+    assert len({cgx.Plan(CODECS[1], min_size=0).adapt(statistics) for statistics in each}) == 1
 
 
 def test_the_sum_is_typed_as_one_for_all():
@@ -87,31 +78,22 @@ def test_gradients_that_jax_has_reduced():
 
 
 def test_noise():
-    x = {"v": normal((64, 64)), "w": normal((64, 64))}
-    key = jax.random.key(3)
-    found = cgx.gradient_statistics(x, codecs=NOISY, key=key)
-    assert (
-        found.errors[0, 0] != found.errors[1, 0] and found.errors[0, 1] == found.errors[1, 1]
-    )  # each leaf has different noise
-    assert (found.errors == cgx.gradient_statistics(x, codecs=NOISY, key=key).errors).all()
-    assert found.errors[0, 0] != cgx.gradient_statistics(x, codecs=NOISY, key=jax.random.key(4)).errors[0, 0]
-    one, two = (
-        np.asarray(
-            on_ranks(lambda x: cgx.gradient_statistics(x, "a", NOISY, key=key), mesh(n))(jnp.stack([x["w"]] * n)).errors
-        )[0, 0]
-        for n in (1, 2)
-    )
-    assert two[0] != 2 * one[0] and two[1] == 2 * one[1]  # and on each rank
+    """Each leaf has different noise, and each rank."""
+    x, key = {"v": normal((64, 64)), "w": normal((64, 64))}, jax.random.key(3)
+    errors = lambda key: cgx.gradient_statistics(x, codecs=NOISY, key=key).errors
+    found = errors(key)
+    assert found[0, 0] != found[1, 0] and found[0, 1] == found[1, 1]
+    assert (found == errors(key)).all() and found[0, 0] != errors(jax.random.key(4))[0, 0]
+    of_rank = lambda x: cgx.gradient_statistics(x, "a", NOISY, key=key).errors
+    one, two = (np.asarray(on_ranks(of_rank, mesh(n))(jnp.stack([x["w"]] * n)))[0, 0] for n in (1, 2))
+    assert two[0] != 2 * one[0] and two[1] == 2 * one[1]
 
 
 def test_steps_add_up():
     a, b = cgx.gradient_statistics({"w": normal((40, 30))}), cgx.gradient_statistics({"w": normal((40, 30), 1)})
     total = jax.jit(lambda a, b: a + b)(a, b)
-    assert (
-        (total.errors == a.errors + b.errors).all()
-        and (total.norms == a.norms + b.norms).all()
-        and (total.tops == a.tops + b.tops).all()
-    )
+    for name in "errors", "norms", "tops":
+        assert (getattr(total, name) == getattr(a, name) + getattr(b, name)).all()
     assert (total.paths, total.codecs) == (a.paths, a.codecs)
     with raises(ValueError, says("GradientStatistics")):
         a + cgx.gradient_statistics({"v": normal((40, 30))})
@@ -119,6 +101,7 @@ def test_steps_add_up():
         a + 1
 
 
+SAME_PATHS = {"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}
 BAD_INPUT = {
     "gradient_statistics": [
         (lambda: cgx.gradient_statistics(TREE, codecs=[]), TypeError, "codecs", "[]"),
@@ -127,13 +110,7 @@ BAD_INPUT = {
         (lambda: cgx.gradient_statistics(TREE, codecs=NOISY), ValueError, "key", "None"),
         (lambda: cgx.gradient_statistics({"n": jnp.ones(3, jnp.int32)}), ValueError, "grads", "none"),
         (lambda: cgx.gradient_statistics(TREE, "data"), NameError, "axis_name"),
-        (
-            lambda: cgx.gradient_statistics({"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}),
-            ValueError,
-            "grads",
-            "several",
-            "'a/b'",
-        ),
+        (lambda: cgx.gradient_statistics(SAME_PATHS), ValueError, "grads", "several", "'a/b'"),
     ]
 }
 test_bad_input = table(BAD_INPUT)

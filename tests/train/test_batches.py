@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from errors import refused, rows, table
-from helpers import assert_trees, normal
+from helpers import assert_close, mesh_with, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from training import NESTED, mesh_of
@@ -16,16 +16,12 @@ import jaxcgx as cgx
 W = normal((8, 8), 1)
 BATCH = {"x": normal((16, 8), 2), "y": jnp.asarray(np.arange(16, dtype=np.int32) % 8), "cw": jnp.arange(1.0, 9.0)}
 SPECS = {"x": P("data"), "y": P("data"), "cw": P()}
-EXPLICIT = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+EXPLICIT = mesh_of(4, AxisType.Explicit)
 
 
 def loss_fn(w, batch):
     losses = optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ w, batch["y"])
     return (losses * batch["cw"][batch["y"]]).mean()
-
-
-def close(found, expected):
-    assert_trees(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
 def make(loss=loss_fn, mesh=None, exchange=cgx.Raw(), batch=None, params=None, **options):
@@ -56,16 +52,16 @@ def plain(batch, loss=loss_fn):
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_specs(accumulate):
     """Specs also work for arrays whose examples are along another dimension."""
-    close(step_of(batch=SPECS, accumulate=accumulate)(BATCH), plain(BATCH))
+    assert_close(step_of(batch=SPECS, accumulate=accumulate)(BATCH), plain(BATCH))
     turned = {**BATCH, "x": BATCH["x"].T}
     loss = lambda w, batch: loss_fn(w, {**batch, "x": batch["x"].T})
     step = step_of(loss, batch={**SPECS, "x": P(None, "data")}, accumulate=accumulate)
-    close(step(turned), plain(BATCH))
+    assert_close(step(turned), plain(BATCH))
 
 
 def test_types_say_it():
     """On an Explicit mesh, the types give the specs. Types that make no sense are an error."""
-    close(step_of(mesh=EXPLICIT, accumulate=2)(put(SPECS)), plain(BATCH))
+    assert_close(step_of(mesh=EXPLICIT, accumulate=2)(put(SPECS)), plain(BATCH))
 
 
 TURNED = {"x": jax.device_put(BATCH["x"][:8], NamedSharding(mesh_of(4), P(None, "data")))}
@@ -90,7 +86,7 @@ def test_meshes_with_axes_of_both_types():
     mesh = lambda *types: jax.make_mesh((2, 2), ("data", "model"), axis_types=types, devices=jax.devices()[:4])
     kinds = AxisType.Auto, AxisType.Explicit
     loss = lambda w, x: ((x @ w) ** 2).mean()
-    close(step_of(loss, mesh=mesh(*kinds), params=P(None, "model"))(BATCH["x"]), plain(BATCH["x"], loss))
+    assert_close(step_of(loss, mesh=mesh(*kinds), params=P(None, "model"))(BATCH["x"]), plain(BATCH["x"], loss))
     turned = lambda: step_of(mesh=mesh(*kinds[::-1]), params=P(None, "model"))
     refused("make_train_step", turned, ValueError, "mesh_or_comm", "one with 'model'", "axis_types=")
 
@@ -99,9 +95,8 @@ def test_meshes_with_axes_of_both_types():
 @pytest.mark.parametrize("options", [dict(exchange={0: cgx.Raw(), 1: cgx.MaxMin(8)}), dict(accumulate=2)], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_a_model_axis_with_a_schedule_of_plans_or_micro_batches(kind, options):
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
-    loss = lambda w, x: ((x @ w) ** 2).mean()
-    close(step_of(loss, mesh=mesh, params=P(None, "model"), **options)(BATCH["x"]), plain(BATCH["x"], loss))
+    mesh, loss = mesh_with(kind, data=2, model=2), lambda w, x: ((x @ w) ** 2).mean()
+    assert_close(step_of(loss, mesh=mesh, params=P(None, "model"), **options)(BATCH["x"]), plain(BATCH["x"], loss))
 
 
 BAD_SPECS = {
@@ -141,8 +136,8 @@ def test_weighted_means_of_shards_with_auxiliary_outputs_and_a_model_state():
     batch = {"x": BATCH["x"], "mask": MASK}
     train = make(loss, params=P("data"), weighted=True, has_aux=True, model_state="mean", accumulate=2)
     state, metrics = train.step(train.init(W, jnp.zeros(())), batch)
-    close((metrics.loss, state.params), plain(batch, lambda w, batch: jnp.divide(*sums(w, batch))))
-    close((state.model_state, metrics.aux["mean"]), (2 * batch["x"].mean(), masked(batch)))
+    assert_close((metrics.loss, state.params), plain(batch, lambda w, batch: jnp.divide(*sums(w, batch))))
+    assert_close((state.model_state, metrics.aux["mean"]), (2 * batch["x"].mean(), masked(batch)))
 
 
 BAD_WEIGHTS = {
@@ -176,7 +171,7 @@ def test_auxiliary_outputs_of_each_example(accumulate):
     _, metrics = train.step(train.init(W), {"x": BATCH["x"], "y": BATCH["y"]})
     out = BATCH["x"] @ W
     expected = {"out": out, "turned": out.T, "y": BATCH["y"], "n": jnp.int32(8), "mean": out.mean()}
-    close(metrics.aux, expected | {"square": out.T @ out / 16, "hits": jnp.int32(2), "flag": jnp.bool_(True)})
+    assert_close(metrics.aux, expected | {"square": out.T @ out / 16, "hits": jnp.int32(2), "flag": jnp.bool_(True)})
 
 
 def test_a_batch_dimension_is_told_from_another():
@@ -189,7 +184,7 @@ def test_a_batch_dimension_is_told_from_another():
     traces = []
     train = make(loss, has_aux=True)
     _, metrics = train.step(train.init(W), BATCH["x"])
-    close(metrics.aux, {"features": (BATCH["x"] @ W).mean(0)[:4], "rows": BATCH["x"][:, 0]})
+    assert_close(metrics.aux, {"features": (BATCH["x"] @ W).mean(0)[:4], "rows": BATCH["x"][:, 0]})
     assert traces == [4, 8]
 
 

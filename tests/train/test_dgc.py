@@ -12,6 +12,9 @@ import pytest
 from helpers import FULL, assert_same_bytes
 
 import jaxcgx as cgx
+from jaxcgx.train import sparse
+from jaxcgx.train.exchange import At
+from jaxcgx.transports.xla import Axes
 
 RANKS, STEPS, RATE, SEED = 4, 200, 2.0**-4, 6
 SHAPES = {"bias": (6,), "kernel": (3, 2, 2, 3), "scalar": (), "weights": (5, 7)}
@@ -28,17 +31,10 @@ def published(grads, params, ratios, knobs, nesterov, masking, dense, dtype):
 
     The parameters are {leaf: [steps, settings, size]}. The closest choice is the smallest relative distance between the
     last element that was sent and the next one, if they are not equal. Of equal magnitudes the first ones are sent. The
-    rounding error of the dtype is kept.
+    rounding error of `dtype`, that of values on the wire, is kept.
 
-    Args:
-      grads: the gradients of each leaf, [steps, ranks, ...].
-      params: the first parameters.
-      ratios: the ratio of each step.
-      knobs: numbers, [settings, 1].
-      nesterov: as in DGC.
-      masking: as in DGC.
-      dense: a function of a leaf's name that says whether the leaf travels raw.
-      dtype: the dtype of values on the wire.
+    `grads`: [steps, ranks, ...] of each leaf. `ratios`: that of each step. `knobs`: numbers, [settings, 1]. `dense`
+    says whether a leaf travels raw. The others are as in DGC.
     """
     count, closest, path = len(knobs["momentum"]), math.inf, []
     flat = {name: g.reshape(len(ratios), RANKS, 1, -1) for name, g in grads.items()}
@@ -229,3 +225,8 @@ def test_fields_that_say_how_messages_travel(kind):
         plan = kind(**fields, prefer=prefer).phases[0].plan
         assert {name: getattr(plan, name) for name in (*fields, "prefer")} == fields | dict(prefer=prefer)
     assert kind().phases[0].plan.prefer == ("time" if kind is cgx.DGC else "bytes")
+
+
+def test_norms_have_both_parts_of_complex_numbers():
+    (square,) = sparse._squares([jnp.array([3 + 4j, 0, 12j])], At(Axes(("data",))))
+    np.testing.assert_allclose(square, 169.0, rtol=1e-6)

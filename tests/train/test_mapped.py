@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import KINDS, PARAMS, RANKS, X, close, fed, loss_fn, mesh_of, place
+from gradients import KINDS, RANKS, close, fed, loss_fn, mesh_of, place
 from helpers import assert_same_trees, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from training import NESTED
+from training import NESTED, PARAMS, X
 
 import jaxcgx as cgx
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from errors import refused, rows, table
-from helpers import assert_same_trees, assert_trees, normal
+from helpers import assert_trees, mesh_with, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from steps import run
@@ -75,8 +75,7 @@ def after_splits(key, times):
 
 @pytest.mark.parametrize(("kind", "accumulate"), [(AxisType.Auto, 3), (AxisType.Explicit, 1)], ids=str)
 def test_mean(kind, accumulate):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
-    found, _ = run(make(ranks=mesh, accumulate=accumulate), 3, W, model_state=STATE)
+    found, _ = run(make(ranks=mesh_of(4, kind), accumulate=accumulate), 3, W, model_state=STATE)
     w, state = W, STATE
     for _ in range(3):
         ranks = [{**state, "key": fold(state["key"], rank)} for rank in range(4)]
@@ -99,25 +98,6 @@ def test_per_rank():
     close(found.model_state.rows, jax.tree.map(lambda *xs: jnp.stack(xs), *states))
     for x in jax.tree.leaves(found.model_state):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh_of(4), P("data")), x.ndim)
-
-
-def test_with_auxiliary_outputs_and_a_key():
-    """The step is traced and compiled once, donates its arguments, and doesn't delete the caller's arrays."""
-
-    def loss(w, state, x, key):
-        traces.append(1)
-        return (x @ w).mean(), (state + 1.0, jax.random.uniform(key))
-
-    traces, given = [], jax.device_put(jnp.zeros(3), NamedSharding(mesh_of(2), P()))
-    train = make(loss, 2, exchange=CODEC, has_aux=True)
-    first = state = train.init(W, given)
-    for _ in range(3):
-        state, metrics = train.step(state, X[:4], key=jax.random.key(3))
-    assert train.step._cache_size() == len(traces) == 1
-    assert state.model_state.tolist() == [3, 3, 3]
-    draws = [jax.random.uniform(fold(jax.random.key(3), rank)) for rank in range(2)]
-    np.testing.assert_allclose(metrics.aux, np.mean(draws), rtol=1e-6)
-    assert all(x.is_deleted() for x in jax.tree.leaves(first)) and not given.is_deleted()
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -175,61 +155,10 @@ def test_an_axis_for_the_partitioner():
 
     found = {}
     for model in (1, 2):
-        axes, devices = ("data", "model"), jax.devices()[: 2 * model]
-        mesh = jax.make_mesh((2, model), axes, axis_types=(AxisType.Auto,) * 2, devices=devices)
-        train = make(loss, mesh, sharding=cgx.Sharding(params=SPECS))
+        train = make(loss, mesh_with(data=2, model=model), sharding=cgx.Sharding(params=SPECS))
         state, _ = run(train, 3, SHARDED, model_state=jnp.zeros(64))
         found[model] = state.params, state.model_state
     close(found[2], found[1])
-
-
-def test_flax_nnx():
-    """Batch norm has the statistics of all ranks, as in a plain program. Dropout differs by rank."""
-    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
-
-    class Model(nnx.Module):
-        def __init__(self, rate=0.0, axis_name=None):
-            rngs = nnx.Rngs(0)
-            self.first, self.second = nnx.Linear(30, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
-            self.norm = nnx.BatchNorm(8, axis_name=axis_name, rngs=rngs)
-            self.dropout = nnx.Dropout(rate, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(self.dropout(nnx.relu(self.norm(self.first(x)))))
-
-    error = lambda model, x: ((model(x) - x.mean(-1, keepdims=True)) ** 2).mean()
-
-    def train(model, steps, **options):
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-        def loss(params, rest, x):
-            model = nnx.merge(graph, params, rest)
-            return error(model, x), nnx.state(model, nnx.Not(nnx.Param))
-
-        state, metrics = run(make(loss, **options), steps, params, model_state=rest)
-        return state.params, state.model_state, metrics[-1]
-
-    plain = Model()
-    optimizer = nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(error)(model, x)
-        optimizer.update(model, grads)
-        return loss
-
-    with jax.numpy_dtype_promotion("standard"):
-        params, rest, metrics = train(Model(axis_name="data"), 5)
-        losses = [step(plain, optimizer, X) for _ in range(5)]
-        np.testing.assert_allclose(metrics.loss, losses[-1], rtol=1e-4)
-        close(nnx.to_pure_dict(params), nnx.to_pure_dict(nnx.state(plain, nnx.Param)))
-        close(rest["norm"]["mean"][...], plain.norm.mean[...])
-        # The second layer is frozen, and every rank has its own statistics and noise.
-        plan = cgx.Plan(CODEC, [("second", cgx.Skip())], min_size=0)
-        params, rest, metrics = train(Model(0.5), 2, exchange=plan, mode="per_rank", accumulate=3)
-    assert_same_trees(params["second"]["kernel"][...], Model().second.kernel[...])
-    assert rest.rows["dropout"]["rngs"]["count"][...].tolist() == [6] * 4
-    assert len(np.unique(rest.rows["norm"]["mean"][...], axis=0)) == 4
 
 
 @pytest.mark.parametrize(
@@ -251,13 +180,6 @@ def test_counters(count, expected, accumulate):
         x = jnp.repeat(X[:12].reshape(4, 3, 30), accumulate, 0).reshape(-1, 30)
         state, _ = run(make(loss, accumulate=accumulate), 1, W, x, model_state=0)
     assert state.model_state == expected * accumulate
-
-
-def test_counters_of_each_rank():
-    """Each rank may count its own examples."""
-    loss = lambda w, n, x: ((x @ w).mean(), n + x.shape[0])
-    state, _ = run(make(loss, mode="per_rank"), 1, W, model_state=0)
-    assert state.model_state.rows.tolist() == [6] * 4
 
 
 ANOTHER_STATE = {

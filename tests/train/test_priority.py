@@ -122,8 +122,3 @@ def test_a_plain_step_refuses_what_is_pending():
     words = says("train.step", "state", got="one whose gradients", remedy="finish")
     with raises(ValueError, words):
         make().step(state, BATCHES[1])
-
-
-def test_slices_have_elements():
-    with raises(ValueError, says("Priority", "slice_elements", got="0")):
-        cgx.Priority(0)

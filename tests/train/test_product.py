@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from exchanging import exchange_of, fields_of
-from jax.sharding import AxisType
+from helpers import mesh_with
 from jax.sharding import PartitionSpec as P
 from model import Model, State
 
@@ -22,9 +22,7 @@ def steps_of(model):
     """Returns a function from the gradients of a step to (means, fields of the state)."""
     names = AXES[-len(model.ranks) :]
     exchange = exchange_of(model, {start: _plan(model, plan, names) for start, plan in model.plans.items()})
-    devices = jax.devices()[: model.size]
-    mesh = jax.make_mesh(model.ranks, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
-    params = jax.tree.map(jnp.asarray, model.params)
+    mesh, params = mesh_with(**dict(zip(names, model.ranks))), jax.tree.map(jnp.asarray, model.params)
     if model.cuts:  # ZeRO-1: the optimizer keeps the slices of the mean that it gets
         keep = optax.GradientTransformation(
             lambda params: jax.tree.map(jnp.zeros_like, params),
@@ -74,10 +72,12 @@ SHAPES = {
     "dense too": (8, 24),
     "sparse": (44, 32),  # the shares of three ranks are padded
     "low rank": (24, 20),
+    "low rank too": (4, 6, 20),  # a matrix of the same shape
 }
 PARAMS = {k: np.random.RandomState(i).standard_normal(n).astype(np.float32) for i, (k, n) in enumerate(SHAPES.items())}
 DENSE = cgx.MaxMin(3, 8)
 PLAN = {"dense": DENSE, "dense too": DENSE, "sparse": cgx.TopK(0.05), "low rank": cgx.PowerSGD(2)}
+PLAN |= {"low rank too": PLAN["low rank"]}
 # Leaves with residuals travel raw for a while, and change their codecs.
 PLANS = {
     0: PLAN,
@@ -116,6 +116,7 @@ def gradients(ranks, step, overflows):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", MODES)
+@jax.numpy_rank_promotion("raise")
 def test_exchange_is_the_models(mode, way):
     options = dict(MODES[mode], **WAYS[way])
     inner = options.pop("inner", {})

@@ -1,4 +1,7 @@
-"""Tests restore_state with checkpoints on disk that have another number of ranks."""
+"""Tests the state per rank: its specs, checkpoints on disk, and other numbers of ranks.
+
+test_machine.py restores a training loop's residuals, momentum and optimizer's state on any number of ranks.
+"""
 
 import dataclasses
 import functools
@@ -8,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says
-from helpers import assert_same_trees, assert_trees
+from errors import raises, refused, rows, says, table
+from helpers import assert_same_trees, mesh_with
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, X, loss_fn, mesh_of, save
+from training import CODEC, PARAMS, X, loss_fn, mesh_of, place, save
 
 import jaxcgx as cgx
 
@@ -32,44 +35,12 @@ def go_on(train, state, steps=2):
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """Returns the state of four ranks, and its checkpoint."""
-    state, _ = go_on(make(4), make(4).init(PARAMS))
-    return state, save(tmp_path_factory.mktemp("four") / "here", state)
-
-
-def assert_kept(found, saved, ranks):
-    """Checks that residuals keep their sum over the ranks, momentum its mean, and everything else its bits."""
-
-    def check(of_all, new, old):
-        assert new.shape == (ranks, *old.shape[1:]) and new.addressable_shards[0].data.shape[0] == 1
-        assert np.abs(of_all(old, 0)).max() > 1e-3
-        np.testing.assert_allclose(of_all(np.asarray(new), 0), of_all(np.asarray(old), 0), rtol=1e-5, atol=1e-7)
-
-    own, old = found.exchange.own, saved.exchange.own
-    assert_trees(functools.partial(check, np.sum), own.residuals, old.residuals)
-    assert_trees(functools.partial(check, np.mean), own.momentum, old.momentum)
-    assert_same_trees(*(state.replace(exchange=state.exchange.shared) for state in (found, saved)))
-
-
-def test_fewer_ranks(four):
-    state, path = four
-    found = cgx.restore_state(path, make(2).init(PARAMS))
-    assert_kept(found, state, 2)
-    moved = jax.device_put(cgx.reshard_state(state, 2), jax.tree.map(lambda x: x.sharding, found))
-    assert_same_trees(found, moved)
-    assert go_on(make(2), found)[1] < loss_fn(jax.device_get(state.params), X)
+    """Returns a checkpoint of four ranks."""
+    return save(tmp_path_factory.mktemp("four") / "here", make(4).init(PARAMS))
 
 
 def shape(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
-def test_as_many_ranks(four):
-    """All bits return. The template may have shapes with shardings."""
-    state, path = four
-    restored = cgx.restore_state(path, jax.tree.map(shape, make(4).init(PARAMS)))
-    assert_same_trees(restored, state)
-    assert_same_trees(go_on(make(4), restored), go_on(make(4), state))
 
 
 @pytest.mark.parametrize("form", ["params", "optimizer"])
@@ -116,7 +87,7 @@ def test_pending_gradients(tmp_path):
         cgx.reshard_state(state.replace(pending=sent), 2)
 
 
-def test_a_manager_and_a_hierarchy(four, tmp_path):
+def test_a_manager_and_a_hierarchy(tmp_path):
     """Momentum has sixteen bits, and ranks have two axes."""
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     exchange = cgx.Momentum(CODEC, 0.5)
@@ -124,10 +95,7 @@ def test_a_manager_and_a_hierarchy(four, tmp_path):
     state = jax.tree.map(lambda x: jnp.ones_like(x) if x.ndim > 1 else x, state)
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(5, args=ocp.args.StandardSave((half, state)))
-    mesh = jax.make_mesh(
-        (2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_with(node=2, local=2)):
         template = cgx.compress_gradients(("node", "local"), exchange).init(half)
     _, found = cgx.restore_state(tmp_path / "5" / "default", (half, template))
     own, like = found.own, template.own
@@ -199,4 +167,79 @@ ERRORS = {
 
 @pytest.mark.parametrize("row", rows(ERRORS))
 def test_errors(four, row):
-    refused(*row, run=lambda given: given(four[1], make(2).init(PARAMS)))
+    refused(*row, run=lambda given: given(four, make(2).init(PARAMS)))
+
+
+def compressed(ranks):
+    return optax.chain(cgx.compress_gradients("data", CODEC, axis_size=ranks), optax.adagrad(0.1))
+
+
+@pytest.mark.short
+def test_specs_through_any_nesting():
+    exchange = cgx.Momentum(cgx.Plan(CODEC, min_size=100), 0.9)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        cgx.compress_gradients("data", exchange, axis_size=4),
+        optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), 3).gradient_transformation(),
+    )
+    state = optimizer.init(PARAMS)
+    specs = cgx.state_specs(jax.eval_shape(optimizer.init, PARAMS), "data")
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    rows = {"w": P(("data",)), "b": None}
+    assert specs[1].own.residuals == specs[1].own.momentum == rows
+    assert set(jax.tree.leaves((specs[0], specs[1].shared, specs[2]))) == {P()}
+    assert cgx.state_specs(state, ["node", "local"])[1].own.momentum["w"] == P(("node", "local"))
+
+
+CLIP = optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
+FIRST, IF_FINITE = cgx.compress_gradients("data", CODEC, axis_size=4), optax.apply_if_finite(compressed(4), 5)
+
+
+def specs_of(optimizer):
+    return cgx.state_specs((optimizer.init(PARAMS), ()), "data")
+
+
+ERRORS_OF_STATES = {
+    "state_specs": [
+        (lambda: specs_of(optax.MultiSteps(compressed(4), 2)), ValueError, "opt_state", "it around", "optax.chain("),
+        (lambda: specs_of(IF_FINITE), ValueError, "opt_state", "it around", "optax.chain("),
+        # Its state would differ between ranks, and no spec would say so.
+        (lambda: specs_of(optax.chain(CLIP, optax.trace(0.9), FIRST)), ValueError, "opt_state", "TraceState before it"),
+    ],
+    "reshard_state": [
+        (lambda: cgx.reshard_state(FIRST.init(PARAMS), 0), ValueError, "new_size", "0"),
+        (lambda: cgx.reshard_state(FIRST.init(PARAMS), True), TypeError, "new_size", "True"),
+    ],
+}
+test_errors_of_states = table(ERRORS_OF_STATES)
+
+
+def test_what_may_stand_before():
+    fine = optax.chain(CLIP, FIRST, optax.trace(0.9)).init(PARAMS)
+    assert cgx.state_specs((PARAMS, fine), "data")[1][1].own.residuals["w"] == P(("data",))
+
+
+def test_dtypes_for_other_ranks():
+    """Residuals are float32, and momentum has the dtype of its parameters, in JAX's arrays and in NumPy's."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    state = cgx.compress_gradients("data", cgx.Momentum(CODEC), axis_size=4).init(params)
+    for found in state, cgx.reshard_state(state, 3), cgx.reshard_state(jax.tree.map(np.asarray, state), 6):
+        assert {x.dtype for x in jax.tree.leaves(found.own.residuals)} == {jnp.dtype("float32")}
+        assert {x.dtype for x in jax.tree.leaves(found.own.momentum)} == {jnp.dtype("bfloat16")}
+
+
+def test_the_same_size_changes_nothing():
+    state = compressed(4).init(PARAMS)
+    same, leaves = jax.tree.leaves(cgx.reshard_state(state, 4)), jax.tree.leaves(state)
+    assert leaves and all(a is b for a, b in zip(same, leaves, strict=True))
+
+
+def test_a_resharded_state_shares_no_memory():
+    """A step that donates the new state leaves the old one alone."""
+    of = lambda ranks: cgx.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.9), mesh_of(ranks), CODEC)
+    four, two = of(4), of(2)
+    state = four.init(PARAMS)
+    new = cgx.reshard_state(state, 2)
+    new = place(new, cgx.state_specs(new, "data"), 2)
+    two.step(new, X)
+    assert all(x.is_deleted() for x in jax.tree.leaves(new)) and not any(x.is_deleted() for x in jax.tree.leaves(state))

@@ -1,4 +1,4 @@
-"""Tests that make_train_step gives the same as a step by hand, on meshes of every kind."""
+"""Tests that make_train_step gives the same as a step by hand, on meshes of every kind, with frozen parameters, too."""
 
 import re
 
@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, refused, rows, says, table
-from helpers import assert_same_trees, assert_trees, sent
+from errors import table
+from exchanging import GRADS, exchange_state
+from exchanging import run as run_exchange
+from helpers import assert_close, assert_same_trees, mesh_with, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from steps import run, tensor_parallel
@@ -20,7 +22,6 @@ from jaxcgx.train.exchange import At
 from jaxcgx.transports.xla import Axes
 
 OPTIMIZER = optax.sgd(0.2, momentum=0.5)
-TWO = (AxisType.Auto,) * 2
 
 
 def make(exchange=CODEC, loss=loss_fn, ranks=4, optimizer=OPTIMIZER, **options):
@@ -30,8 +31,7 @@ def make(exchange=CODEC, loss=loss_fn, ranks=4, optimizer=OPTIMIZER, **options):
 @pytest.mark.short
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_as_by_hand(axis_type):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
-    exchange = cgx.Momentum(STOCHASTIC, 0.5, seed=3)
+    mesh, exchange = mesh_of(4, axis_type), cgx.Momentum(STOCHASTIC, 0.5, seed=3)
     state, metrics = run(cgx.make_train_step(loss_fn, optax.sgd(0.2), mesh, exchange))
     transformation = optax.chain(cgx.compress_gradients("data", exchange, axis_size=4), optax.sgd(0.2))
     params, (sent, rest), losses = by_hand(transformation)
@@ -39,27 +39,6 @@ def test_as_by_hand(axis_type):
     assert [float(m.loss) for m in metrics] == losses
     assert metrics[0].aux is metrics[0].telemetry is state.pending is None
     assert state.exchange.own.residuals["w"].addressable_shards[0].data.shape == (1, 30, 40)
-
-
-@pytest.mark.parametrize("plan", [cgx.Raw(), CODEC], ids=str)
-def test_accumulation(plan):
-    """The gradient is that of the whole batch, and is sent once."""
-
-    def loss_and_aux(params, x):
-        return loss_fn(params, x), {"mean": x.mean(), "count": len(x)}
-
-    programs = {}
-    for parts in (1, 3):
-        options = dict(has_aux=True, aux_specs={"mean": "mean", "count": "sum"}, accumulate=parts)
-        train = make(plan, loss_and_aux, **options)
-        state, metrics = run(train, 3)
-        programs[parts] = state, metrics, train.step.lower(state, X).compile().as_text().count("all-gather(")
-    for name in PARAMS if plan == cgx.Raw() else ():
-        np.testing.assert_allclose(programs[3][0].params[name], programs[1][0].params[name], rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(programs[3][1][0].loss, programs[1][1][0].loss, rtol=1e-6)
-    np.testing.assert_allclose(programs[3][1][0].aux["mean"], X.mean(), rtol=1e-4)
-    assert programs[3][1][0].aux["count"] == programs[1][1][0].aux["count"] == len(X)
-    assert programs[3][2] == programs[1][2] == (plan != cgx.Raw())
 
 
 def test_sixteen_bit_gradients_are_accumulated_in_float32():
@@ -106,54 +85,6 @@ def test_scalars_of_a_batch_are_replicated():
         assert metrics.aux[2] == key
 
 
-@pytest.mark.parametrize("chained", [False, True])
-def test_optimizers_that_take_no_value(chained):
-    optimizer = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
-    optimizer = optax.chain(optax.identity(), optimizer) if chained else optimizer
-    with jax.numpy_dtype_promotion("standard"):  # sam needs it
-        found, _ = run(make(cgx.Raw(), ranks=2, optimizer=optimizer), 2)
-        plain, state = PARAMS, optimizer.init(PARAMS)
-        for _ in range(2):
-            updates, state = optimizer.update(jax.grad(loss_fn)(plain, X), state, plain)
-            plain = optax.apply_updates(plain, updates)
-    assert_trees(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found.params, plain)
-
-
-@pytest.mark.parametrize("with_mesh", [False, True])
-def test_a_sharding_constraint_over_the_axis_of_the_ranks(with_mesh):
-    spec = NamedSharding(mesh_of(2), P("data")) if with_mesh else P("data")
-
-    def loss(params, x):
-        return loss_fn(params, jax.lax.with_sharding_constraint(x, spec))
-
-    words = says("make_train_step", "loss_fn", got="one", remedy="PartitionSpec mesh")
-    with raises(ValueError, words):
-        run(make(CODEC, loss, 2), 1)
-
-
-WAYS = {
-    "momentum": cgx.Momentum(CODEC, weight_decay=0.1),
-    "DGC": cgx.DGC(0.1),
-    "BSC": cgx.BSC(size_bound=100),
-    "MPQ": cgx.MPQ(size_bound=100),
-    "DGT, drop": cgx.wan.Differential(cgx.Plan(CODEC, min_size=0), k=0.5, block_bytes=400, rest="drop"),
-    "DGT, defer": cgx.wan.Differential(cgx.Plan(CODEC, min_size=0), k=0.5, block_bytes=400),
-    "mixed sync": cgx.wan.MixedSync(CODEC),
-    "feedback": CODEC,
-    "factors": cgx.PowerSGD(2),
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_ranks_of_arrays_are_not_promoted(name):
-    def loss(params, x):
-        return loss_fn({"w": params["w"], "b": params["b"][None]}, x)
-
-    with jax.numpy_rank_promotion("raise"):
-        train = cgx.make_train_step(loss, optax.sgd(0.2), mesh_of(4), WAYS[name])
-        jax.eval_shape(train.step, train.init(PARAMS), X)
-
-
 @pytest.mark.parametrize("donate", [True, False])
 def test_donation(donate):
     train = make(donate=donate)
@@ -166,7 +97,7 @@ def test_donation(donate):
 
 @pytest.mark.parametrize("exchange", [{0: cgx.MaxMin(8), 2: CODEC, 3: cgx.MaxMin(2)}, cgx.PowerSGD(2)], ids=str)
 def test_one_compilation(exchange):
-    """The loss is traced once, and executed only by the compiled program."""
+    """The loss is traced once, and executed only by the compiled program. Micro-batches share an exchange."""
 
     def loss(params, x):
         traces.append(1)
@@ -175,9 +106,11 @@ def test_one_compilation(exchange):
 
     traces, calls = [], []
     train = make(exchange, loss, has_aux=True, accumulate=2)
-    run(train)
+    state, _ = run(train)
     jax.effects_barrier()
     assert len(traces) == train.step._cache_size() == 1 and len(calls) == 5 * 4 * 2
+    count = lambda train: train.step.lower(state, X).compile().as_text().count("all-gather(")
+    assert count(train) == count(make(exchange, loss, has_aux=True))
 
 
 @NESTED
@@ -248,92 +181,157 @@ def test_norms_are_those_of_all_shards():
 def test_axes_of_sums():
     """Every process makes the same program, whatever the order of its sets."""
     axes = ("data", "e", "d", "c", "b")  # ranks, and shards in an order that is not alphabetical
-    mesh = jax.make_mesh((2, 2, 2, 1, 1), axes, axis_types=(AxisType.Auto,) * 5)
+    mesh = mesh_with(**dict(zip(axes, (2, 2, 2, 1, 1))))
     sums = lambda x: At(Axes(("data",))).of_shards([x])[0]
     program = jax.make_jaxpr(jax.shard_map(sums, mesh=mesh, in_specs=P(axes), out_specs=P("data")))(jnp.ones(8))
     assert re.findall(r"psum\w*\[\s*axes=\(([^)]*)\)", str(program)) == ["'b', 'c', 'd', 'e'"]
 
 
-def test_optimizers_that_want_the_loss():
-    """Parameters may be Python numbers."""
-    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
-    with jax.numpy_dtype_promotion("standard"):
-        state, (metrics,) = run(make(optimizer=optimizer), 1, {**PARAMS, "b": 0.5})
-    assert state.opt_state[1].best_value == metrics.loss and state.params["b"].shape == ()
+def constrained(sharding):
+    """Returns a loss with a sharding constraint over the axis of the ranks."""
+    return lambda params, x: loss_fn(params, jax.lax.with_sharding_constraint(x, sharding))
 
 
-MESHES = {4: mesh_of(4), "model": jax.make_mesh((2, 4), ("data", "model"), axis_types=TWO)}
+MEAN, ON_RANKS = lambda w, x: (x @ w["w"]).mean(), NamedSharding(mesh_of(4), P("data"))
+MODEL = mesh_with(data=2, model=4)
+OVER_TCP = dict(mesh_or_comm=MODEL, sharding=cgx.Sharding(cgx.Tcp("data"), params=P()))
+TWICE = optax.chain(cgx.compress_gradients("data", CODEC), OPTIMIZER)
 
 
-BAD_ARGUMENTS = {
+def wrong(params=PARAMS, **options):
+    """Returns the call of a step with some wrong arguments."""
+    given = dict(loss_fn=loss_fn, optimizer=OPTIMIZER, mesh_or_comm=mesh_of(4), exchange=cgx.Raw()) | options
+    return lambda: run(cgx.make_train_step(**given), 1, params)
+
+
+def step_from(state, overlap=None):
+    return lambda: make(overlap=overlap).step(state(), X)
+
+
+OF_ANOTHER_PLAN = lambda: make(cgx.Plan(CODEC, min_size=100)).init(PARAMS)
+NUMBERS, MOMENTS = lambda: {"n": jnp.ones(3)}, lambda: OPTIMIZER.init(PARAMS)
+COMPLEX = {"c": np.asarray(np.arange(8) * (1 + 2j), np.complex64), "w": np.ones(8, np.float32)}
+GATHERED = cgx.Sharding(optimizer={"c": P("data"), "w": P("data")}, gather=cgx.Lossless())
+ERRORS = {
+    "Diloco": [(wrong(COMPLEX, exchange=cgx.wan.Diloco(cgx.Raw(), 1)), TypeError, "params ['c']", "complex64")],
     "make_train_step": [
-        (dict(loss_fn=3), TypeError, "loss_fn", "3"),
-        (dict(optimizer=3), TypeError, "optimizer", "3"),
-        (dict(mesh_or_comm="data"), TypeError, "mesh_or_comm", "'data'"),
-        (dict(sharding=cgx.Sharding("rows")), ValueError, "sharding.axis", "'rows'"),
-        (dict(sharding=cgx.Sharding(())), ValueError, "sharding.axis", "()"),
-        (dict(sharding="data"), TypeError, "sharding", "'data'"),
-        (dict(accumulate=0), ValueError, "accumulate", "0"),
-        (dict(has_aux=1), TypeError, "has_aux", "1"),
-        (dict(donate="no"), TypeError, "donate", "'no'"),
-        (dict(exchange=4), TypeError, "exchange", "4"),
-        (dict(aux_specs="sum"), ValueError, "aux_specs", "'sum'"),
-        (dict(overlap="forward"), ValueError, "overlap", "'forward'"),
-        (dict(mesh_or_comm=MESHES["model"]), ValueError, "sharding.params", "None"),
-        (
-            dict(mesh_or_comm=MESHES["model"], sharding=cgx.Sharding(cgx.Tcp("data"), params=P())),
-            ValueError,
-            "sharding.axis",
-            "Tcp",
-            "'data'",
-        ),
-    ]
-}
-
-
-@pytest.mark.parametrize("row", rows(BAD_ARGUMENTS))
-def test_bad_arguments(row):
-    given = dict(loss_fn=loss_fn, optimizer=OPTIMIZER, mesh_or_comm=MESHES[4], exchange=CODEC)
-    refused(*row, run=lambda options: cgx.make_train_step(**given | options))
-
-
-MEAN = lambda w, x: (x @ w["w"]).mean()
-NUMBERS = {**PARAMS, "n": jnp.int32(3)}
-
-
-OF_ANOTHER_PLAN = make(cgx.Plan(CODEC, min_size=100)).init(PARAMS)
-STATES = {
-    "train.step": [
-        ((OF_ANOTHER_PLAN, None), ValueError, "state .own.residuals['b']", "None"),
-        (({"n": jnp.ones(3)}, None), TypeError, "state", "a dict"),
-        (({"n": jnp.ones(3)}, cgx.Priority()), TypeError, "state", "a dict"),
-        ((OPTIMIZER.init(PARAMS), None), TypeError, "state", "a tuple"),
-        ((OPTIMIZER.init(PARAMS), cgx.Priority()), TypeError, "state", "a tuple"),
-    ]
-}
-test_what_is_no_state_of_a_step = table(STATES, lambda given: make(overlap=given[1]).step(given[0], X))
-
-
-WHAT_CANNOT_BE_TRAINED = {
-    "make_train_step": [
-        ((dict(loss=lambda w, x: (MEAN(w, x), x)), PARAMS), TypeError, "loss_fn", "a tuple", "has_aux=True"),
-        ((dict(loss=MEAN, has_aux=True), PARAMS), ValueError, "loss_fn", "one that returns"),
-        ((dict(loss=lambda w, x: x @ w["w"]), PARAMS), TypeError, "loss_fn", "float32[6, 40]", "mean"),
-        ((dict(loss=lambda w, x: 3), PARAMS), TypeError, "loss_fn", "3"),
-        (
-            (dict(optimizer=optax.chain(cgx.compress_gradients("data", CODEC), OPTIMIZER)), PARAMS),
-            ValueError,
-            "optimizer",
-            "one",
-            "optax.adam",
-        ),
-        ((dict(accumulate=4), PARAMS), ValueError, "accumulate", "float32[6, 30]"),
+        (wrong(COMPLEX, sharding=GATHERED), TypeError, "sharding.gather ['c']", "complex64"),
+        (wrong(loss_fn=3), TypeError, "loss_fn", "3"),
+        (wrong(optimizer=3), TypeError, "optimizer", "3"),
+        (wrong(mesh_or_comm="data"), TypeError, "mesh_or_comm", "'data'"),
+        (wrong(sharding=cgx.Sharding("rows")), ValueError, "sharding.axis", "'rows'"),
+        (wrong(sharding=cgx.Sharding(())), ValueError, "sharding.axis", "()"),
+        (wrong(sharding="data"), TypeError, "sharding", "'data'"),
+        (wrong(accumulate=0), ValueError, "accumulate", "0"),
+        (wrong(has_aux=1), TypeError, "has_aux", "1"),
+        (wrong(donate="no"), TypeError, "donate", "'no'"),
+        (wrong(exchange=4), TypeError, "exchange", "4"),
+        (wrong(aux_specs="sum"), ValueError, "aux_specs", "'sum'"),
+        (wrong(overlap="forward"), ValueError, "overlap", "'forward'"),
+        (wrong(mesh_or_comm=MODEL), ValueError, "sharding.params", "None"),
+        (wrong(**OVER_TCP), ValueError, "sharding.axis", "Tcp", "'data'"),
+        (wrong(loss_fn=lambda w, x: (MEAN(w, x), x)), TypeError, "loss_fn", "a tuple", "has_aux=True"),
+        (wrong(loss_fn=MEAN, has_aux=True), ValueError, "loss_fn", "one that returns"),
+        (wrong(loss_fn=lambda w, x: x @ w["w"]), TypeError, "loss_fn", "float32[6, 40]", "mean"),
+        (wrong(loss_fn=lambda w, x: 3), TypeError, "loss_fn", "3"),
+        (wrong(optimizer=TWICE), ValueError, "optimizer", "one", "optax.adam"),
+        (wrong(accumulate=4), ValueError, "accumulate", "float32[6, 30]"),
+        (wrong(loss_fn=constrained(P("data"))), ValueError, "loss_fn", "one", "PartitionSpec mesh"),
+        (wrong(loss_fn=constrained(ON_RANKS)), ValueError, "loss_fn", "one", "PartitionSpec mesh"),
     ],
     "train.init": [
-        (({}, NUMBERS), ValueError, "params ['n']", "int32[]", "jaxcgx.Skip"),
-        (({}, {**PARAMS, "act": jnp.tanh}), TypeError, "params ['act']", "<", "eqx.partition"),
+        (wrong({**PARAMS, "n": jnp.int32(3)}), ValueError, "params ['n']", "int32[]", "jaxcgx.Skip"),
+        (wrong({**PARAMS, "act": jnp.tanh}), TypeError, "params ['act']", "<", "eqx.partition"),
+    ],
+    "train.step": [
+        (step_from(OF_ANOTHER_PLAN), ValueError, "state .own.residuals['b']", "None"),
+        (step_from(NUMBERS), TypeError, "state", "a dict"),
+        (step_from(NUMBERS, cgx.Priority()), TypeError, "state", "a dict"),
+        (step_from(MOMENTS), TypeError, "state", "a tuple"),
+        (step_from(MOMENTS, cgx.Priority()), TypeError, "state", "a tuple"),
     ],
 }
-test_what_cannot_be_trained = table(
-    WHAT_CANNOT_BE_TRAINED, lambda given: run(make(**dict(exchange=cgx.Raw()) | given[0]), 1, given[1])
-)
+test_errors = table(ERRORS)
+
+
+OPTAX = pytest.mark.usefixtures("promotion")
+
+
+@OPTAX
+def test_steps_of_complex_parameters_and_of_python_numbers_are_those_of_optax():
+    loss = lambda params, x: jnp.mean(jnp.abs(params["c"] * x - params["n"]) ** 2) + jnp.mean(params["w"] ** 2)
+    params, x = COMPLEX | {"n": 0.5}, np.arange(16, dtype=np.float32)[:, None] / 8
+    state, _ = run(make(cgx.Lossless(), loss, 2, optax.sgd(0.1)), 1, params, x)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+    assert_close(state.params, expected, rtol=1e-5)
+
+
+@OPTAX
+def test_an_exchange_of_frozen_parameters():
+    """Means are zeros, also with momentum and weight decay, and there is no state."""
+    plan = cgx.Plan(cgx.TopK(0.5), [("w", cgx.Skip())], min_size=0, skip_1d=False)
+    everything = dict(masking=True, weight_decay=0.1, beta=0.5, telemetry=True)
+    ones = jax.tree.map(lambda g: jnp.ones(g.shape[1:]), GRADS)
+    for mean, state in run_exchange(cgx.Momentum({0: plan, 5: plan}, 0.9, **everything), 2, params=ones):
+        own, shared = (found := exchange_state(state)).own, found.shared
+        assert not mean["w"].any() and mean["b"].any()
+        for field in (own.residuals, own.momentum, shared.trace):
+            assert field["w"] is None and field["b"] is not None
+        sent = shared.telemetry
+        assert sent.bytes["w"] == sent.uncompressed["w"] == 0 < sent.bytes["b"]
+
+
+@jax.custom_vjp
+def never_differentiated(x):
+    return x
+
+
+never_differentiated.defvjp(lambda x: (x, None), lambda _, ct: pytest.fail("a frozen parameter is differentiated"))
+
+
+@OPTAX
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_frozen_parameters(kind):
+    """Parameters act like constants of the loss, also with an optimizer that would change them without gradients."""
+    params = {**PARAMS, "w ids": jnp.arange(40)}
+    plan = cgx.Plan(cgx.Raw(), [("w", cgx.Skip())])
+    mesh, optimizer = mesh_of(4, kind), optax.adamw(0.1, weight_decay=0.5)
+
+    def loss(params, x):
+        shuffled = {"w": never_differentiated(params["w"])[:, params["w ids"]], "b": params["b"]}
+        return loss_fn(shuffled, x)
+
+    train = cgx.make_train_step(loss, optimizer, mesh, cgx.Feedback(plan, telemetry=True), accumulate=2)
+    expected, plain = {"b": params["b"]}, optimizer.init({"b": params["b"]})
+
+    @jax.jit
+    def plain_step(params, state):
+        grads = jax.grad(lambda p: loss_fn({**PARAMS, **p}, X))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = train.init(params)
+    assert jax.tree.leaves(state.exchange.own.residuals) == []
+    with_holes = optimizer.init({"b": PARAMS["b"], "w": None, "w ids": None})
+    assert jax.tree.map(jnp.shape, state.opt_state) == jax.tree.map(jnp.shape, with_holes)
+    for _ in range(3):
+        state, metrics = train.step(state, X)
+        expected, plain = plain_step(expected, plain)
+    np.testing.assert_allclose(state.params["b"], expected["b"], rtol=1e-4, atol=1e-6)
+    assert_same_trees((state.params["w"], state.params["w ids"]), (PARAMS["w"], params["w ids"]))
+    assert metrics.telemetry.uncompressed["w"] == 0
+    sent = cgx.explain(train.step, state, X, show=False)
+    assert max(c.raw_bytes for c in sent.collectives) <= 2 * 4 * 40  # nothing as large as w
+    assert {leaf.path: leaf.bytes for leaf in sent.raw} == {"['w']": 0, "['w ids']": 0, "['b']": 160}
+
+
+@NESTED
+@OPTAX
+def test_frozen_shards():
+    plan = cgx.Plan(cgx.MaxMin(4, 64), [("up", cgx.Skip())], min_size=0, skip_1d=False)
+    state, _ = run(tensor_parallel(plan, 2), 5, SHARDED)
+    residuals, trace = state.exchange.own.residuals, state.opt_state[0].trace
+    assert_same_trees(state.params["up"], SHARDED["up"])
+    assert residuals["up"] is None and trace["up"] is None
+    assert residuals["down"].sharding.spec == P("data", "model")
+    assert (state.params["down"] != SHARDED["down"]).any()

@@ -20,28 +20,6 @@ CODEC = cgx.MaxMin(4, 64)
 RAW, COMPRESS = compress(cgx.Raw()), compress(CODEC)
 
 
-def close(got, expected, tolerance=0.05):
-    """Checks that two trainings have reached about the same loss."""
-    assert expected[2][-1] < 0.8 * expected[2][0]
-    np.testing.assert_allclose(got[2][-1], expected[2][-1], rtol=tolerance)
-
-
-@pytest.mark.parametrize(
-    "behind",
-    [
-        lambda: optax.adamw(3e-3),
-        lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(optax.cosine_decay_schedule(2.0, 40))),
-        lambda: optax.MultiSteps(optax.sgd(0.5), 2),
-        lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 30)),
-        lambda: optax.apply_if_finite(optax.adam(3e-3), 5),
-        lambda: optax.multi_transform({"w": optax.adam(3e-3), "b": optax.set_to_zero()}, {"w": "w", "b": "b"}),
-    ],
-    ids=["adamw", "clip", "MultiSteps", "inject", "finite", "multi"],
-)
-def test_in_front_of(behind):
-    close(*(train(optax.chain(first, behind()), 30) for first in (COMPRESS, RAW)))
-
-
 def test_masked():
     """Some leaves are compressed. The others must be averaged, too."""
     mask = {"w": True, "b": False}

@@ -1,89 +1,53 @@
-"""Tests value_and_grad and grad: the gradients of jit programs over sharded batches."""
+"""Tests value_and_grad and grad: the gradients of jit programs over sharded batches, and what they refuse."""
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises, says
-from gradients import (
-    CODEC,
-    KINDS,
-    MAPPED,
-    MASK,
-    PARAMS,
-    RANKS,
-    X,
-    called,
-    close,
-    errors_of,
-    fed,
-    global_mean,
-    loss_fn,
-    mesh_of,
-    place,
-    weighted_fn,
-)
+from errors import raises, refused, rows, says, table
+from gradients import CODEC, KINDS, MAPPED, MASK, RANKS, called, close, errors_of, fed, loss_fn, mesh_of, place
 from helpers import assert_same_trees, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import PARAMS, X
 
 import jaxcgx as cgx
 
 
-def learned_fn(params, x, mask):
-    """The weights depend on the parameters."""
-    weights = mask * jax.nn.sigmoid(x @ params["w"][:, 0])
+def weighted_fn(params, x, mask, learned=True):
+    """A weighted mean. The weights may depend on the parameters."""
+    weights = mask * jax.nn.sigmoid(x @ params["w"][:, 0]) if learned else mask
     return (errors_of(params, x).mean(-1) * weights).sum(), weights.sum()
-
-
-@KINDS
-@MAPPED
-@pytest.mark.short
-@pytest.mark.parametrize("how", ["jit", "context", "arrays"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_like_jax_with_raw(kind, ranks, how, weighted):
-    mesh = mesh_of(kind)
-    fun, plain = (learned_fn, lambda *args: jnp.divide(*learned_fn(*args))) if weighted else (loss_fn, loss_fn)
-    options = dict(weighted=weighted, ranks=ranks)
-    found = called(how, mesh, cgx.value_and_grad(fun, "data", cgx.Raw(), **options), PARAMS, X, MASK)
-    expected = jax.value_and_grad(plain)(PARAMS, X, MASK)
-    close(found, expected)
-    if how == "jit":  # grad takes its mesh and shardings from the same place
-        close(called(how, mesh, cgx.grad(fun, "data", cgx.Raw(), **options), PARAMS, X, MASK), expected[1])
 
 
 def own_fn(params, x, mask=None):
     """A rank's loss. The mean over the ranks is the weighted mean of the whole batch."""
     if mask is None:
         return loss_fn(params, x)
-    total, weight = weighted_fn(params, x, mask)
+    total, weight = weighted_fn(params, x, mask, learned=False)
     return total / lax.pmean(weight, "data")
 
 
 def every_way(place, params, *batch):
-    """Returns the gradients of every way to write a step in that place."""
+    """Returns the gradients of every way to write a step in that place: of `fun`, and of `own_fn`."""
     weighted = len(batch) == 2
     fun = weighted_fn if weighted else loss_fn
     asked = cgx.grad(fun, "data", cgx.Raw(), weighted=weighted)
     if place in ("Auto", "Explicit"):
         mapped = cgx.grad(fun, "data", cgx.Raw(), weighted=weighted, ranks="vmap")
-        return {"value_and_grad": asked(params, *batch), "vmap": mapped(params, *batch)}
+        return [asked(params, *batch), mapped(params, *batch)], []
     mean = lambda grads: cgx.compressed_pmean(grads, "data", cgx.Raw())
     synchronised = lambda params, *batch: own_fn(cgx.sync_in_backward(params, "data", cgx.Raw()), *batch)
-    found = {
-        "value_and_grad": asked(params, *batch),
-        "and the mean that was there": lax.pmean(asked(params, *batch), "data"),
-        "without a plan": mean(cgx.grad(own_fn, "data", None)(params, *batch)),
-        "sync_in_backward": jax.grad(synchronised)(params, *batch),
-    }
+    own = [mean(cgx.grad(own_fn, "data", None)(params, *batch)), jax.grad(synchronised)(params, *batch)]
     if place != "check_vma":  # under check_vma JAX has summed these already, and compressed_pmean raises an error
-        found["jax.grad"] = mean(jax.grad(own_fn)(params, *batch))
-    return found
+        own.append(mean(jax.grad(own_fn)(params, *batch)))
+    return [asked(params, *batch), lax.pmean(asked(params, *batch), "data")], own
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -104,10 +68,10 @@ def test_no_style_changes_a_number(place, weighted):
             found = jax.jit(step)(
                 jax.device_put(PARAMS, NamedSharding(mesh, P())), *jax.device_put(batch, NamedSharding(mesh, P("data")))
             )
-    expected = jax.grad(global_mean if weighted else loss_fn)(PARAMS, *batch)
-    assert len(found) == {"Auto": 2, "Explicit": 2, "check_vma": 4}.get(place, 5)
-    for grads in found.values():
-        close(grads, expected)
+    for ways, learned in zip(found, (True, False), strict=True):
+        plain = lambda *args: jnp.divide(*weighted_fn(*args, learned=learned)) if weighted else loss_fn(*args)
+        for grads in ways:
+            close(grads, jax.grad(plain)(PARAMS, *batch))
 
 
 @jax.custom_vjp
@@ -172,11 +136,8 @@ def test_losses_that_look_at_all_ranks(kind, ranks):
         averaged = cgx.value_and_grad(mean, "data", cgx.Raw(), ranks=ranks)(params, x)
         total = lambda p, x: (errors_of(p, x).sum(), 1 / lax.axis_size("data"))
         summed = cgx.value_and_grad(total, "data", cgx.Raw(), weighted=True, ranks=ranks)(params, x)
-        return (
-            averaged,
-            summed,
-            cgx.value_and_grad(normalised, "data", cgx.Raw(), **declared)(params, jnp.int32(3), x),
-        )
+        whole = cgx.value_and_grad(normalised, "data", cgx.Raw(), **declared)(params, jnp.int32(3), x)
+        return averaged, summed, whole
 
     averaged, summed, ((value, (center, count)), grads) = called("jit", mesh_of(kind), both, PARAMS, X)
     close(averaged, jax.value_and_grad(loss_fn)(PARAMS, X))
@@ -227,50 +188,25 @@ def test_a_loop_outside_of_jit():
     close(asked(), expected())
 
 
-def by_hand(params, x, carry=None):
-    def step(params, x, carry):
-        grads = cgx.grad(loss_fn, "data", None)(params, x)
-        if carry is None:
-            return cgx.compressed_pmean(grads, "data", CODEC), None
-        mean, kept = cgx.compressed_pmean(grads, "data", CODEC, carry=jax.tree.map(lambda r: r[0], carry))
-        return mean, jax.tree.map(lambda r: r[None], kept)
-
-    mesh = mesh_of(AxisType.Auto)
-    specs = (P(), P("data"), P("data"))
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(), P("data"))))(params, x, carry)
-
-
 @KINDS
 @pytest.mark.parametrize("how", ["jit", "arrays"])
-def test_feedback(kind, how):
-    """An optimizer's first part exchanges the gradients of all ranks."""
-    mesh = mesh_of(kind)
-    exchange, state = fed(CODEC, mesh)
-    residuals = state.own.residuals
-    assert residuals["w"].sharding.shard_shape((RANKS, 30, 40)) == (1, 30, 40)
-    expected = cgx.Carry(jax.tree.map(np.zeros_like, residuals))
-    for _ in range(2):
-        step = lambda p, x, s=state: exchange.update(cgx.grad(loss_fn, "data", None)(p, x), s, p)
-        grads, state = called(how, mesh, step, place(mesh, PARAMS, P()), X)
-        mean, expected = by_hand(PARAMS, X, expected)
-        assert_same_trees((grads, state.own.residuals), (mean, expected.residuals))
-    assert state.shared.count == 2 and any(np.any(r) for r in jax.tree.leaves(state.own))
-
-
-def test_an_exchange_with_momentum():
+@pytest.mark.parametrize("exchange", [CODEC, cgx.DGC(0.1, clip_norm=1.0)], ids=["feedback", "momentum"])
+def test_an_exchange_of_all_ranks(kind, how, exchange):
     """It is the exchange of a step by hand, inside of shard_map."""
-    mesh = mesh_of(AxisType.Auto)
-    transformation, state = fed(cgx.DGC(0.1, clip_norm=1.0), mesh)
+    mesh = mesh_of(kind)
+    transformation, state = fed(exchange, mesh)
+    assert state.own.residuals["w"].sharding.shard_shape((RANKS, 30, 40)) == (1, 30, 40)
 
     def step(params, x, state):
         return transformation.update(cgx.grad(loss_fn, "data", None)(params, x), state, params)
 
-    expected, x, specs = state, place(mesh, X), cgx.state_specs(state, "data")
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs)))
+    expected, specs, params = state, cgx.state_specs(state, "data"), place(mesh, PARAMS, P())
+    inside = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data"), specs), out_specs=(P(), specs)))
     for _ in range(2):
-        grads, state = transformation.update(cgx.grad(loss_fn, "data", None)(PARAMS, x), state, PARAMS)
-        mean, expected = step(PARAMS, x, expected)
+        grads, state = called(how, mesh, lambda p, x, s=state: step(p, x, s), params, X)
+        mean, expected = inside(params, place(mesh, X), expected)
         assert_same_trees((grads, state), (mean, expected))
+    assert state.shared.count == 2 and any(np.any(r) for r in jax.tree.leaves(state.own))
 
 
 @KINDS
@@ -334,21 +270,6 @@ def test_how_often_a_loss_is_traced(ranks, how):
             assert len(traced) == times
 
 
-@KINDS
-@MAPPED
-def test_skipped_leaves(kind, ranks):
-    """Gradients are those of stop_gradient, and there are no residuals."""
-    loss = lambda p, x: ((x @ p["w"] + jax.nn.relu(x @ p["frozen"])) ** 2).mean()
-    params, mesh = {"w": normal((30, 40), 1), "frozen": normal((30, 40), 2)}, mesh_of(kind)
-    plan = cgx.Plan(cgx.MaxMin(8), [("^frozen$", cgx.Skip())])
-    value, grads = cgx.value_and_grad(loss, "data", plan, mesh=mesh, ranks=ranks)(params, place(mesh, X))
-    stopped = lambda p, x: loss({**p, "frozen": lax.stop_gradient(p["frozen"])}, x)
-    expected = jax.value_and_grad(stopped)(params, X)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    np.testing.assert_allclose(grads["w"], expected[1]["w"], atol=0.02 * np.abs(expected[1]["w"]).max())
-    assert not grads["frozen"].any()
-
-
 def test_stochastic_rounding_takes_a_key():
     mesh, codec = mesh_of(AxisType.Auto), cgx.MaxMin(2, 64, rounding="stochastic")
     f = cgx.value_and_grad(loss_fn, "data", codec, mesh=mesh)
@@ -369,35 +290,6 @@ def test_explain_counts_what_is_saved():
         found = cgx.explain(step, PARAMS, place(mesh_of(AxisType.Auto), X), show=False)
     assert found.ratio > 2 and any(c.codec for c in found.collectives)
     assert {leaf.path for leaf in found.raw} == {"['b']"}  # the path in the argument, which a plan's rules see
-
-
-@KINDS
-@MAPPED
-def test_micro_batches_share_an_exchange(kind, ranks):
-    """Gradients of ranks are added up in a scan. Their mean is exchanged once."""
-    mesh = mesh_of(kind)
-    f, (exchange, state) = cgx.value_and_grad(loss_fn, "data", None, ranks=ranks), fed(cgx.MaxMin(8, 64), mesh)
-
-    def step(params, batches, state):
-        def add(total, x):
-            loss, rows = f(params, x)
-            return jax.tree.map(jnp.add, total, rows), loss
-
-        total, losses = lax.scan(add, jax.tree.map(jnp.zeros_like, f(params, batches[0])[1]), batches)
-        mean = jax.tree.map(lambda x: x / len(batches), total)
-        return losses.mean(), *exchange.update(mean, state, params, value=losses.mean())
-
-    with jax.set_mesh(mesh):
-        batches = place(mesh, X.reshape(3, 8, 30), P(None, "data"))
-        params = place(mesh, PARAMS, P())
-        value, grads, state = jax.jit(step)(params, batches, state)
-        found = cgx.explain(jax.jit(step), params, batches, state, show=False).collectives
-    assert [(c.operation, c.times) for c in found if c.codec] == [("all-gather", 1)]
-    expected = jax.value_and_grad(loss_fn)(PARAMS, X)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    for name, g in expected[1].items():
-        np.testing.assert_allclose(grads[name], g, atol=0.02 * np.abs(g).max())
-    assert state.shared.count == 1 and np.any(state.own.residuals["w"])
 
 
 def test_an_optimizer_of_modules():
@@ -444,3 +336,107 @@ def test_states_of_rows(kind):
             again, _ = jax.jit(made.update)(grads, jax.tree.map(np.asarray, state), params)
             np.testing.assert_allclose(mean["w"], np.mean(grads["w"], 0), atol=0.05)
             assert again["w"].shape == (6, 2)
+
+
+def test_gradients_of_single_examples():
+    """Under vmap, whose dimension may be that of the examples, an error's note says what to write."""
+    f = jax.vmap(cgx.grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto)), (None, 0))
+    with raises(ValueError, says("value_and_grad", "batch_specs", got="None", remedy="batch_specs=")) as caught:
+        f(PARAMS, jnp.ones((24, 4)) @ jnp.ones((4, 32)))
+    assert re.search(r"jax.vmap\(jax.grad\(loss_fn\).*compressed_pmean", " ".join(caught.value.__notes__))
+
+
+def asked(fun=loss_fn, axis="data", plan=CODEC, params=PARAMS, batch=(X,), given=None, **options):
+    f = cgx.value_and_grad(fun, axis, plan, mesh=mesh_of(AxisType.Auto), **options)
+    return f(params, *batch, **given or {})
+
+
+UNUSED = cgx.Plan(CODEC, rules=[("none", CODEC)])
+(EXCHANGE, STATE), ROWS = fed(CODEC), jax.tree.map(lambda x: jnp.stack([x] * RANKS), PARAMS)
+
+
+def constrained(sharding):
+    return asked(lambda p, x: loss_fn(p, lax.with_sharding_constraint(x, sharding)))
+
+
+NAMED = NamedSharding(mesh_of(AxisType.Auto), P("data"))
+
+
+def closing_over_shards(**options):
+    inner = lambda x: lambda p, y: ((x @ p["w"]) * y[:, :1]).mean()
+    outer = lambda x, y: cgx.value_and_grad(inner(x), "data", CODEC, **options)(PARAMS, y)
+    jax.jit(outer).trace(*place(mesh_of(AxisType.Explicit), (X, X)))
+
+
+def two_kinds_of_axes():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    specs = {"w": P(None, "model"), "b": P("model")}
+    cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh, param_specs=specs)(PARAMS, X)
+
+
+SHARDED, NO_MESH = place(mesh_of(AxisType.Auto), jnp.ones(8)), cgx.value_and_grad(loss_fn, "data", CODEC)
+pair = lambda p, x: (loss_fn(p, x), 1.0)
+vectors = lambda p, x: (errors_of(p, x).mean(-1), jnp.ones(len(x)))
+matmul = lambda p, x: jnp.dot(x, p["w"], out_sharding=P("data")).mean()
+counted = lambda p, x: (loss_fn(p, x), {"n": (x > 0).sum()})
+BAD_CALLS = {
+    "value_and_grad": [
+        (lambda: asked(plan=UNUSED), ValueError, "plan", "none"),
+        (lambda: asked(plan={"other": CODEC}), ValueError, "plan", "{'other'"),
+        (lambda: asked(plan=cgx.Feedback(CODEC)), TypeError, "plan", "Feedback", "jaxcgx.compress_gradients('data'"),
+        (lambda: asked(plan=None, given=dict(codec_key=jax.random.key(0))), ValueError, "codec_key", "one", "seed="),
+        (lambda: jax.jit(NO_MESH)(PARAMS, X), ValueError, "mesh", "None", "jax.set_mesh"),
+        (lambda: asked(axis="model"), ValueError, "axis_name", "'model'"),
+        (lambda: asked(argnums=3), ValueError, "argnums", "3"),
+        (lambda: asked(argnums="w"), TypeError, "argnums", "'w'"),
+        (lambda: asked(lambda w, x: (w * x).mean(), params=2), ValueError, "argnums", "'int'", "float"),
+        (lambda: asked(weighted=True), ValueError, "loss_fn"),
+        (lambda: asked(vectors, weighted=True), TypeError, "loss_fn", "float32[6]"),
+        (lambda: asked(counted, has_aux=True), ValueError, "loss_fn [0]['n']", "int32[]", "aux_specs"),
+        (lambda: asked(pair), TypeError, "loss_fn", "a tuple", "has_aux=True weighted=True"),
+        (lambda: asked(has_aux=True), ValueError, "loss_fn", "", "has_aux"),
+        (lambda: asked(lambda p, x: (pair(p, x), x), has_aux=True), TypeError, "loss_fn", "a tuple", "weighted=True"),
+        (lambda: asked(matmul), ValueError, "loss_fn", "one"),
+        (lambda: constrained(P("data")), ValueError, "loss_fn", "one", 'ranks="vmap"'),
+        (lambda: constrained(NAMED), ValueError, "loss_fn", "one", 'ranks="vmap"'),
+        (closing_over_shards, ValueError, "loss_fn", "", "pass"),
+        (lambda: closing_over_shards(ranks="vmap"), ValueError, "loss_fn", "", "pass"),
+        (lambda: asked(ranks="pmap"), ValueError, "ranks", "'pmap'"),
+        (lambda: asked(batch=(X, jnp.zeros(8))), ValueError, "batch_specs", "leaves [1]", "P()"),
+        (lambda: asked(batch=(X[:22],)), ValueError, "batch_specs [1]", "float32[22, 30]"),
+        (lambda: asked(batch=()), ValueError, "batch_specs", "none", "argument"),
+        (lambda: asked(params=SHARDED), ValueError, "params [0]", "one sharded", "docs/fsdp.md"),
+        (lambda: asked(batch_specs=P("model")), ValueError, "batch_specs [1]", "'model'"),
+        (lambda: asked(batch_specs=P(None, None, "data")), ValueError, "batch_specs [1]", "P"),
+        (lambda: asked(param_specs={"w": P()}), ValueError, "param_specs", "[{'w'"),
+        (lambda: asked(param_specs=P("data")), ValueError, "param_specs [0]['b']", "'data'"),
+        (two_kinds_of_axes, ValueError, "mesh ['b']", "'model'"),
+    ],
+    "Feedback": [(lambda: fed(cgx.Feedback(UNUSED)), ValueError, "plan", "none")],
+    "compress_gradients": [
+        (lambda: EXCHANGE.update(PARAMS, STATE, PARAMS), ValueError, "updates", "{'b'", "jaxcgx.value_and_grad"),
+        (lambda: EXCHANGE.update(ROWS, STATE.own, PARAMS), TypeError, "state", ""),
+    ],
+}
+test_bad_calls = table(BAD_CALLS)
+
+
+averaged = lambda p, x: lax.pmean(loss_fn(p, x), "data")
+INSIDE = {
+    "value_and_grad": [
+        (dict(loss_fn=averaged), ValueError, "loss_fn", "one", "pmean"),
+        (dict(batch_specs=P("data")), ValueError, "batch_specs", "", "leave"),
+        (dict(ranks="vmap"), ValueError, "ranks", "'vmap'", "leave"),
+        (dict(axis_name=("data", "model")), NameError, "axis_name", "", "jax.shard_map"),
+    ]
+}
+
+
+@pytest.mark.parametrize("row", rows(INSIDE))
+def test_bad_calls_inside_of_shard_map(row):
+    def inside(options):
+        given = dict(loss_fn=loss_fn, axis_name="data", plan=CODEC) | options
+        step = lambda x: cgx.value_and_grad(**given)(PARAMS, x)
+        jax.eval_shape(jax.shard_map(step, mesh=mesh_of(AxisType.Auto), in_specs=P("data"), out_specs=P()), X)
+
+    refused(*row, run=inside)

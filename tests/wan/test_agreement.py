@@ -1,22 +1,17 @@
 """Tests that processes whose settings of Diloco or HFA differ get an error before the first step."""
 
-import json
 import pathlib
 
 from errors import check, says
-from started import Processes, free_port
+from started import free_port, results
 
 RANK = pathlib.Path(__file__).with_name("agreement_rank.py")
 
 
 def test_settings_that_differ_are_an_error():
     port = free_port()
-    with Processes(*([RANK, port, rank] for rank in range(2))) as ranks:
-        outputs = [process.communicate()[0] for process in ranks.running]
-    for rank, output in enumerate(outputs):
-        lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-        assert lines, "a rank failed, see above"
-        found = json.loads(lines[0].removeprefix("RESULT "))
+    for rank, found in enumerate(results(*([RANK, port, rank] for rank in range(2)))):
+        assert found, "a rank failed, see above"
         for name, function, values in (
             ("every", "Diloco", (10, 5)),
             ("fragments", "Diloco", (2, 1)),

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import steps
 from errors import table
-from jax.sharding import AxisType
+from helpers import mesh_with
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks, whole_numbers
 from started import Processes, free_port
@@ -23,11 +24,8 @@ from jaxcgx.wan.geomx import differential
 from jaxcgx.wan.geomx.differential import Differential
 
 RANKS, STEPS, BLOCK = 4, 6, 8  # a block of 8 float32 is 32 bytes
-SHAPES = {
-    "bias": (5,),
-    "short": (3, 4),
-    "wide": (9, 11),
-}  # one block, two blocks, and thirteen blocks of which the last has 3 elements
+# One block, two blocks, and thirteen blocks, of which the last one has 3 elements.
+SHAPES = {"bias": (5,), "short": (3, 4), "wide": (9, 11)}
 SHARES = {"short": 1, "wide": 6}  # round(0.5 * blocks)
 GRADS = {name: np.asarray(whole_numbers((STEPS, RANKS, *s), i)) for i, (name, s) in enumerate(SHAPES.items())}
 MEANS = {name: g.mean(1) for name, g in GRADS.items()}
@@ -75,12 +73,8 @@ def transcribed(name, rest, alpha=0.3):
     """
     grads = np.stack([[blocks(g) for g in step] for step in GRADS[name]])
     real = np.minimum(BLOCK, MEANS[name][0].size - BLOCK * np.arange(grads.shape[2])).astype(np.float32)
-    held, late, contributions, found = (
-        np.zeros_like(grads[0]),
-        np.zeros_like(grads[0]),
-        np.zeros(len(real), np.float32),
-        [],
-    )
+    held, late = np.zeros_like(grads[:2])
+    contributions, found = np.zeros(len(real), np.float32), []
     for t, g in enumerate(grads):
         sent = g + held
         order = np.argsort(-contributions, kind="stable")
@@ -173,22 +167,12 @@ def loss_fn(params, x):
 
 
 def test_training_over_two_centers():
-    """In make_train_step, with a codec between centers, replicas agree and every exchange is in the table."""
-    axes = ("dc", "local")
-    mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    """In make_train_step, with a codec between centers, every exchange is in the table."""
     plan = cgx.Plan({"dc": cgx.MaxMin(8, 64), "local": cgx.Raw()}, min_size=64)
-    how = Differential(plan, k=0.25, block_bytes=256)
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, how, sharding=cgx.Sharding(axes))
-    batch = np.asarray(whole_numbers((8, 64), 7)) / 4
-    state = train.init(params())
+    train = over_centers(Differential(plan, k=0.25, block_bytes=256), axis=("dc", "local"), dc=2, local=2)
+    batch, state = np.asarray(whole_numbers((8, 64), 7)) / 4, train.init(params())
     table = cgx.explain(train.step, state, batch, show=False)
-    losses = []
-    for _ in range(4):
-        state, metrics = train.step(state, batch)
-        losses.append(float(metrics.loss))
-    assert losses[-1] < losses[0]
-    check = lambda tree: cgx.check_replicas(tree, axes)
-    jax.jit(jax.shard_map(check, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(state.params).check()
+    state, _ = train.step(train.step(state, batch)[0], batch)
     sent = state.exchange.own
     pending = cgx.reshard_state(state.exchange, 2).own.pending["w"]  # pending sums count with their mean over the ranks
     assert pending.shape[0] == 2 and sent.pending["w"].any()
@@ -202,27 +186,27 @@ def test_training_over_two_centers():
     assert late == 3 * now
 
 
+def over_centers(exchange, rate=0.5, axis="dc", params=None, **sizes):
+    """Returns a training step, by default of two centers."""
+    mesh, sharding = mesh_with(**sizes or dict(dc=2)), cgx.Sharding(axis, params=params)
+    return cgx.make_train_step(loss_fn, optax.sgd(rate), mesh, exchange, sharding=sharding)
+
+
 @pytest.mark.parametrize("rest", ["defer", "quantize"])
 def test_an_adaptive_share_of_all_blocks(rest, few):
     """0.8 of two blocks are both, which are then sent as without differential transmission."""
-    mesh = jax.make_mesh((2,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     batch, found = np.asarray(whole_numbers((8, 64), 7)) / 4, []
     for exchange in (cgx.MaxMin(4), Differential(cgx.MaxMin(4), adaptive=0.2, rest=rest)):
-        train = cgx.make_train_step(loss_fn, optax.sgd(0.01), mesh, exchange, sharding=cgx.Sharding("dc"))
-        state = train.init(params())
-        for _ in range(2):
-            state, _ = train.step(state, batch)
+        state, _ = steps.run(over_centers(exchange, 0.01), 2, params(), batch)
         found.append(np.asarray(state.params["w"]))
     np.testing.assert_array_equal(*found)
 
 
 def test_an_adaptive_share_compiles_few_exchanges():
     """Each size has one exchange of the important blocks, and one of the others. A fixed share has three in all."""
-    mesh = jax.make_mesh((2,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     found = []
     for adaptive in (None, 0.2):
-        how = Differential(cgx.Plan(cgx.MaxMin(4)), block_bytes=256, adaptive=adaptive)
-        train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, how, sharding=cgx.Sharding("dc"))
+        train = over_centers(Differential(cgx.Plan(cgx.MaxMin(4)), block_bytes=256, adaptive=adaptive))
         program = train.step.lower(train.init(params()), np.ones((8, 64), np.float32)).as_text()
         found.append(program.count("@jaxcgx_encode("))
     assert found[0] > 0 and found[1] <= found[0] / 3 * (2 * differential.LEVELS + 1)
@@ -280,33 +264,24 @@ def without_a_loss():
     jax.vmap(lambda g: adaptive.update(g, adaptive.init(g)), axis_name="data")({"w": jnp.ones((2, 99))})
 
 
-def on_mesh(sizes, axes, **sharding):
-    mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]])
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, HOW, sharding=cgx.Sharding(**sharding))
+def step_of(**options):
+    train = over_centers(HOW, **options)
     train.step(train.init(params()), np.ones((8, 64), np.float32))
 
 
-SHARDS = {"w": P("model", None), "b": P()}
+def shards():
+    step_of(axis="data", params={"w": P("model", None), "b": P()}, data=2, model=2)
+
+
 BAD_INPUT = {
     "Differential": [
-        (lambda: Differential(cgx.Raw(), k=0), ValueError, "k", "0"),
-        (lambda: Differential(cgx.Raw(), k=1.5), ValueError, "k", "1.5"),
-        (lambda: Differential(cgx.Raw(), block_bytes=4095), ValueError, "block_bytes", "4095"),
-        (lambda: Differential(cgx.Raw(), block_bytes=0), ValueError, "block_bytes", "0"),
-        (lambda: Differential(cgx.Raw(), alpha=1), ValueError, "alpha", "1"),
-        (lambda: Differential(cgx.Raw(), rest="later"), ValueError, "rest", "'later'"),
-        (lambda: Differential(cgx.Raw(), deadline=-1), ValueError, "deadline", "-1"),
         (lambda: over("a"), ValueError, "rest", "over ('a',)", "jaxcgx.Tcp(axis)"),
         (lambda: over(cgx.Tcp("a"), cgx.TopK(0.1)), ValueError, "rest", "TopK", "another plan"),
         (lambda: over(cgx.Tcp("a"), cgx.Plan(cgx.MaxMin(4), schedule="one_shot")), ValueError, "rest", "one_shot"),
         (lambda: over((cgx.Tcp("a"), "b"), LED), ValueError, "rest", "leader=True", "another plan"),
-        (lambda: Differential(cgx.Raw(), adaptive=0.9), ValueError, "adaptive", "0.9"),
-        (lambda: Differential(cgx.PowerSGD(2)), ValueError, "plan", "PowerSGD", "jaxcgx.MaxMin"),
         (without_a_loss, TypeError, "value", "nothing", "value=loss"),
-        (lambda: on_mesh((1, 2), ("dc", "local"), axis=("dc", "local")), ValueError, "axis", "one"),
+        (lambda: step_of(axis=("dc", "local"), dc=1, local=2), ValueError, "axis", "one"),
     ],
-    "make_train_step": [
-        (lambda: on_mesh((2, 2), ("data", "model"), params=SHARDS), ValueError, "exchange .pending['w']", "one with")
-    ],
+    "make_train_step": [(shards, ValueError, "exchange .pending['w']", "one with")],
 }
 test_bad_input = table(BAD_INPUT)

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from helpers import mesh_with
 from order import unordered
 
 import jaxcgx as cgx
 from jaxcgx.wan.geomx import differential
 from jaxcgx.wan.geomx.differential import Differential
 
-AXES = "dc", "local"
+AXES, MESH = ("dc", "local"), mesh_with(dc=2, local=2)
 PLAN, LATER = [cgx.Plan({"dc": cgx.MaxMin(bits), "local": cgx.Raw()}, min_size=0) for bits in (4, 8)]
 BLOCKS = dict(block_bytes=256)
 STEPS = {
@@ -61,9 +61,8 @@ def test_exchanges_between_centers_wait_for_those_inside(name):
 
 def compiled(loss_fn, exchange, **options):
     """Returns the program of a step."""
-    mesh = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     options |= dict(sharding=cgx.Sharding(AXES), model_state="mean")
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, **options)
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), MESH, exchange, **options)
     state = train.init({"w": jnp.ones((40, 30)), "v": jnp.ones((30, 20))}, jnp.zeros(()))
     return train.step.lower(state, np.ones((8, 40), np.float32)).compile().as_text()
 
@@ -72,9 +71,8 @@ def test_an_overlay_of_the_outermost_axis_takes_raw_leaves():
     """The overlay is of the centers. The bias travels raw, and its mean is exact."""
     params = {"w": jnp.ones((8, 300)), "b": jnp.zeros(300), "v": jnp.ones((300, 40))}
     loss = lambda p, x: jnp.mean(((x @ p["w"] + p["b"]) @ p["v"] - 1) ** 2)
-    mesh = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     plan = dataclasses.replace(PLAN, schedule=cgx.wan.Overlay.owners(2, 1))
-    train = cgx.make_train_step(loss, optax.sgd(0.1), mesh, plan, sharding=cgx.Sharding(AXES))
+    train = cgx.make_train_step(loss, optax.sgd(0.1), MESH, plan, sharding=cgx.Sharding(AXES))
     x = jnp.asarray(np.random.RandomState(0).standard_normal((8, 8)), jnp.float32)
     updated = train.step(train.init(params), x)[0].params["b"]
     expected = params["b"] - 0.1 * jax.grad(loss)(params, x)["b"]

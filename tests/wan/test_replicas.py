@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from helpers import mesh_with
 
 import jaxcgx as cgx
 from jaxcgx.wan import Overlay, Tree
@@ -52,7 +52,7 @@ TECHNIQUES = {
     "trees, P3": (along(TREES), P3),
     "trees that change": (along(*OVERLAYS), {}),
     "MultiGPS": (along(OVERLAYS[-1]), {}),
-    "DiLoCo": (cgx.wan.Diloco(CODEC, 2), {}),
+    "DiLoCo": (cgx.wan.Diloco(CODEC, 2, inside=cgx.MaxMin(8, 64, "stochastic")), {}),
     "HFA": (cgx.wan.HFA(CODEC, 1, 2), {}),
     "HFA, streaming": (cgx.wan.HFA(CODEC, 2, 2, fragments=2, overlap=1, alpha=0.5, telemetry=True), {}),
     "SparseLoCo": (cgx.wan.SparseLoCo(cgx.TopK(0.1, values=cgx.MaxMin(2)), every=2), {}),
@@ -74,9 +74,10 @@ def assert_same_parts(tree):
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
+@jax.numpy_rank_promotion("raise")
 def test_replicas_agree(technique, monkeypatch):
     monkeypatch.setattr(differential, "LEVELS", 4)  # each is a branch of the program
-    mesh = jax.make_mesh((CENTERS, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * CENTERS])
+    mesh = mesh_with(dc=CENTERS, local=2)
     loss_fn = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - 1) ** 2)
     random = np.random.default_rng(0)
     batches = random.standard_normal((6, 12, 40), np.float32)

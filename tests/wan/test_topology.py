@@ -1,8 +1,9 @@
-"""Tests that a topology finds the best overlay for its links, and finds it again when the slow link changes.
+"""Tests the best overlay for links of given rates, estimates of links, and a topology that follows them.
 
 tests/transports/test_tcp.py tests one between processes.
 """
 
+import itertools
 import types
 
 import jax
@@ -13,8 +14,9 @@ from errors import raises, says, table
 from ranks import mesh
 
 import jaxcgx as cgx
-from jaxcgx.wan import Overlay, Topology
+from jaxcgx.wan import Overlay, Topology, Tree
 from jaxcgx.wan.overlays import search
+from jaxcgx.wan.overlays.topology import ENOUGH, LinkRates
 
 RATE, SIZE = 1e7, 4e6  # bytes per second, bytes of a message
 
@@ -150,12 +152,208 @@ ERRORS = {
         (lambda: Topology(mesh(4), "a"), ValueError, "axis", "'a'"),
         (lambda: Topology(mesh(4), cgx.Tcp("dc")), ValueError, "axis", "'dc'"),
         (lambda: Topology(mesh(1), cgx.Tcp("a")), ValueError, "mesh", "1"),
-        (lambda: Simulated(shape="star"), ValueError, "shape", "'star'"),
-        (lambda: Simulated(greed=1.1), ValueError, "greed", "1.1"),
-        (lambda: Simulated(decay=1), ValueError, "decay", "1"),
-        (lambda: Simulated(probe_bytes=100), ValueError, "probe_bytes", "100"),
         (lambda: Simulated(rates=np.zeros((4, 4))), ValueError, "rates"),
         (lambda: Simulated(rates=np.ones((3, 3))), ValueError, "rates", "an array"),
     ]
 }
 test_errors = table(ERRORS)
+
+
+TRAFFIC = 2**20
+
+
+def measured(links, *pairs, rate=1e6):
+    sent, busy = np.zeros((2, *links.rates.shape))
+    for i, j in pairs:
+        sent[i, j], busy[i, j] = TRAFFIC, TRAFFIC / rate
+    links.note(sent, busy)
+
+
+def test_estimates_decay():
+    links = LinkRates(2, decay=0.25)
+    measured(links, (0, 1), rate=1e6)
+    measured(links, (0, 1), rate=1.5e6)
+    assert links.rates[0, 1] == pytest.approx(0.25 * 1e6 + 0.75 * 1.5e6)
+    assert np.isnan(links.rates[1, 0]) and links.estimates[1, 0] == links.rates[0, 1]
+
+
+def test_transfers_that_share_a_line_are_counted_together():
+    """Rank 0 sends three transfers at once, and rank 3 receives three at once. Each has a third of the line's rate."""
+    links = LinkRates(4, 0.5)
+    measured(links, (0, 1), (0, 2), (0, 3), rate=1e6)
+    np.testing.assert_allclose(links.rates[0, 1:], 3e6)
+    measured(links, (0, 3), (1, 3), (2, 3), rate=1e6)
+    np.testing.assert_allclose(links.rates[:3, 3], 3e6)
+
+
+def test_a_slow_link_does_not_make_its_ranks_fast():
+    links = LinkRates(3, 0.5)
+    sent, busy = np.zeros((2, 3, 3))
+    sent[0, 1] = sent[0, 2] = TRAFFIC
+    busy[0, 1], busy[0, 2] = 1.0, 0.1
+    links.note(sent, busy)
+    assert links.rates[0, 1] == TRAFFIC
+
+
+def test_little_traffic_says_nothing():
+    links = LinkRates(2, 0.5)
+    links.note(np.full((2, 2), ENOUGH - 1.0), np.ones((2, 2)))
+    assert np.isnan(links.rates).all() and not links.known[0, 1]
+
+
+def test_a_changed_link_makes_the_others_unknown():
+    links = LinkRates(3, 0.5)
+    everything = [(i, j) for i in range(3) for j in range(3) if i != j]
+    measured(links, *everything)
+    assert links.greedy(0.9) == 0.9
+    before = links.rates[1, 2]
+    measured(links, (0, 1), rate=1e5)
+    assert links.rates[0, 1] == pytest.approx(1e5)  # at once, because the old estimate no longer holds
+    assert links.greedy(0.9) == 1 / 6 and links.rates[1, 2] == before
+
+
+def test_the_greedy_rate_is_exact():
+    """An integer division would give 0 or 1."""
+    links = LinkRates(4, 0.5)
+    assert links.greedy(0.9) == 0.0
+    measured(links, (0, 1), (1, 0), (2, 3))
+    assert links.greedy(0.9) == 3 / 12 and links.greedy(0.2) == 0.2
+    measured(links, *[(i, j) for i in range(4) for j in range(4) if i != j])
+    assert links.greedy(0.9) == 0.9 and links.greedy(1.0) == 1.0 and links.greedy(0.0) == 0.0
+
+
+def test_pairs_to_probe():
+    """Each rank is in one pair, and unknown links come first. After three probes all links of four ranks are known."""
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        links = LinkRates(4, 0.5)
+        for _ in range(3):
+            pairs = links.pairs(random)
+            assert sorted(rank for pair in pairs for rank in pair) == [0, 1, 2, 3]
+            measured(links, *pairs, *[pair[::-1] for pair in pairs])
+        assert links.known.all()
+    firsts = {tuple(sorted(links.pairs(random))) for _ in range(50)}
+    assert len(firsts) == 3  # known links are chosen at random
+
+
+def test_a_pair_with_one_unknown_direction_is_probed_first():
+    links = LinkRates(4, 0.5)
+    measured(links, *[(i, j) for i in range(4) for j in range(4) if i != j and (i, j) not in ((1, 0), (3, 2))])
+    for seed in range(10):
+        assert sorted(links.pairs(np.random.default_rng(seed))) == [(0, 1), (2, 3)]
+
+
+def slow_link(n, i, j, rate=0.1):
+    rates = np.ones((n, n))
+    rates[i, j] = rates[j, i] = rate
+    return rates
+
+
+def slow_line(n, i, rate=0.1):
+    rates = np.ones((n, n))
+    rates[i] = rates[:, i] = rate
+    return rates
+
+
+def drawn(n, seed):
+    return np.random.default_rng(seed).uniform(0.1, 1, (n, n))
+
+
+def fixed_ring(n):
+    return Overlay.ring(range(n))
+
+
+@pytest.mark.parametrize("shape", search.SHAPES)
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_alike_links_take_the_least_time(n, shape):
+    """Every line carries 2 (n - 1) / n messages."""
+    assert search.seconds(search.SHAPES[shape](np.ones((n, n))), np.ones((n, n))) == pytest.approx(
+        2 * (n - 1) / n, 0.02
+    )
+
+
+def test_trees_of_alike_links_are_those_of_two_shot():
+    found = search.trees(np.full((4, 4), 3.0))
+    assert found.depth == 1 and sorted(tree.root for tree in found.trees) == [0, 1, 2, 3]
+
+
+def test_trees_of_many_alike_links(monkeypatch):
+    monkeypatch.setattr(search, "ROUNDS", 1)
+    rates = np.ones((51, 51))
+    assert search.seconds(search.trees(rates), rates) == pytest.approx(2 * 50 / 51)
+
+
+def test_a_slow_link_is_gone_around():
+    rates = slow_link(4, 1, 2)
+    for shape in (search.trees, search.ring):
+        assert search.seconds(shape(rates), rates) < search.seconds(fixed_ring(4), rates) / 4
+
+
+def test_a_slow_line_carries_the_message_once():
+    rates = slow_line(4, 2)
+    for shape in (search.trees, search.owners):
+        assert search.seconds(shape(rates), rates) == pytest.approx(10, 0.01)
+    assert search.seconds(fixed_ring(4), rates) == pytest.approx(15)
+    assert 2 not in [tree.root for tree in search.owners(rates).trees]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_trees_are_near_the_best_packing(seed):
+    """The best packing uses all 16 trees of 4 ranks in any proportion."""
+    optimize = pytest.importorskip("scipy.optimize")
+    rates = drawn(4, seed)
+    links, line = search.both(rates), search.lines(rates)
+    pairs = list(itertools.combinations(range(4), 2))
+    every = [t for t in itertools.combinations(pairs, 3) if is_tree(t)]
+    assert len(every) == 16
+    loads = np.array(
+        [[(p in t) / links[p] for p in pairs] + [sum(i in p for p in t) / line[i] for i in range(4)] for t in every]
+    ).T
+    # The least time for which the shares add up to one message and no load exceeds it.
+    found = optimize.linprog(
+        [*[0] * 16, 1], A_ub=np.c_[loads, -np.ones(10)], b_ub=np.zeros(10), A_eq=[[*[1] * 16, 0]], b_eq=[1]
+    )
+    assert found.x[-1] * 0.999 <= search.seconds(search.trees(rates), rates) <= found.x[-1] * 1.08
+
+
+def is_tree(links):
+    reached = {0}
+    for _ in links:
+        reached |= {rank for link in links if reached & set(link) for rank in link}
+    return len(reached) == 4
+
+
+@pytest.mark.parametrize("n, seed", [(4, 0), (5, 1), (6, 2), (7, 3)])
+def test_the_slowest_link_of_the_ring_is_the_fastest_that_it_can_be(n, seed):
+    links = search.both(drawn(n, seed))
+
+    def slowest(order):
+        return min(links[i, j] for i, j in zip(order, [*order[1:], order[0]]))
+
+    best = max(slowest((0, *order)) for order in itertools.permutations(range(1, n)))
+    order = search.best_order(links)
+    assert sorted(order) == list(range(n)) and slowest(order) == best
+
+
+def test_a_ring_of_many_ranks(monkeypatch):
+    """The ring is improved by swaps. It avoids the slow link."""
+    monkeypatch.setattr(search, "EXACT", 3)
+    links = slow_link(9, 3, 4)
+    order = search.best_order(links)
+    assert min(links[i, j] for i, j in zip(order, [*order[1:], order[0]])) == 1
+
+
+def test_owners_keep_all_lines_busy_as_long():
+    rates = np.minimum.outer(*[np.array([1.0, 0.8, 0.6, 0.5])] * 2)
+    found = search.owners(rates)
+    # (1 + 2 w) / rate is the same for all owners
+    shares = np.array(found.shares) / sum(found.shares)
+    times = (1 + 2 * shares) / search.lines(rates)[[tree.root for tree in found.trees]]
+    np.testing.assert_allclose(times, times[0], rtol=0.01)
+
+
+def test_seconds_counts_links_and_lines():
+    star = Overlay((Tree((-1, 0, 0)),))
+    rates = np.array([[1, 4, 2], [4, 1, 1], [2, 1, 1.0]])
+    # Line 0 has rate 4 and carries two messages; link 0-2 has rate 2 and carries one.
+    assert search.seconds(star, rates) == pytest.approx(0.5)
