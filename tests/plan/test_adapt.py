@@ -44,7 +44,6 @@ def errors(plan, statistics):
     )
 
 
-@pytest.mark.short
 def test_lgreco_of_gradients():
     statistics = cgx.gradient_statistics(GRADS)
     plan = cgx.Plan(FOUR)

@@ -27,7 +27,6 @@ def squared(x):
     return float(np.square(np.asarray(x, np.float64)).sum())
 
 
-@pytest.mark.short
 def test_numbers():
     found = cgx.gradient_statistics(TREE, codecs=CODECS)
     leaves = [TREE["k"]["h"], TREE["k"]["w"], TREE["s"]]
