@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import pathlib
+import re
 import statistics
 import subprocess
 
@@ -29,6 +30,12 @@ STOREYS = (
 SETTINGS = "reads CHECK, WAIT or MEET when it is needed: programs may set them"
 EXCEPTIONS = {("jaxcgx.mpi.ranks", "jaxcgx.mpi"): SETTINGS, ("jaxcgx.mpi.agreement", "jaxcgx.mpi"): SETTINGS}
 MOST = 7  # parameters
+UNREAD = re.compile(  # in C++: comments, strings, characters and preprocessor lines
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
+    re.DOTALL | re.MULTILINE,
+)
+MEMBER = re.compile(r"(?:,|\)\s*:)\s*\w+\s*$")  # a member that a constructor initializes
+BODY = re.compile(r"(?:\s*(?:const|noexcept|override|final|mutable|&&?|->[^;{}()=]*))*\s*(?:\{|:(?!:))")
 
 
 @functools.cache
@@ -137,6 +144,43 @@ def complexity(function, conditions=False):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             nodes += ast.iter_child_nodes(node)
     return found
+
+
+def without_text(text):
+    """Returns C++ code with what UNREAD matches replaced by spaces. The lines keep their numbers."""
+    return UNREAD.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+
+
+@functools.cache
+def native():
+    """Returns {path: code} of every C++ and CUDA file of the package."""
+    files = [path for folder in ("xla_ffi", "cuda") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(ROOT)): without_text(path.read_text()) for path in sorted(files)}
+
+
+def native_definitions(text):
+    """Yields (line, name, number of parameters) of every function and lambda that the code defines."""
+    opened = []  # (bracket, its position, number of commas directly inside)
+    for found in re.finditer(r"[][(){}<>,;]", text.replace("->", "  ")):
+        sign, at = found[0], found.start()
+        if sign in "([{<":
+            opened.append([sign, at, 0])
+        elif sign == "," and opened:
+            opened[-1][2] += 1
+        elif sign in ")]};":  # a < that is still open here was a comparison
+            while opened and opened[-1][0] == "<":
+                opened.pop()
+            if sign == ";":
+                continue
+            _, start, commas = opened.pop()
+            before = text[max(0, start - 80) : start]
+            name = re.search(r"(\w+|[])])\s*$", before)
+            other = name and (MEMBER.search(before) or name[1] in ("if", "for", "while", "switch", "catch"))
+            if sign == ")" and name and not other and BODY.match(text, at + 1):
+                count = commas + 1 if text[start + 1 : at].strip() else 0
+                yield text.count("\n", 0, start) + 1, name[1], count
+        elif sign == ">" and opened and opened[-1][0] == "<":
+            opened.pop()
 
 
 def untyped():

@@ -56,7 +56,7 @@ FOR_REFERENCE = {
     "Micro-nvfp4-special_0-1",
     "Micro-mxfp4-special-1",
     "Micro-mxfp8-special-1",
-    "Micro-nvfp4-stochastic-special_0-1",
+    "Micro-nvfp4-stochastic-short-3-feedback",
     "Micro-mxfp4-stochastic-special-1",
     "Micro-nvfp4-eden-short-3-feedback",
     "Micro-nvfp4-eden-rank_1-1",  # reduce

@@ -6,7 +6,6 @@ Python, ruff limits parameters and complexity, and knows which modules of JAX on
 
 import ast
 import dataclasses
-import functools
 import pathlib
 import re
 import sys
@@ -25,12 +24,6 @@ CLASSES = {
     ("jaxcgx.plan.leaves", "PowerSGD"): "only it has factor_shape, which the type checker must know",
 }
 KIND_FILES = {f"xla_ffi/codec/{name}.h" for name in ("base", "dispatch", "traits")}
-UNREAD = re.compile(  # in C++: comments, strings, characters and preprocessor lines
-    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
-    re.DOTALL | re.MULTILINE,
-)
-MEMBER = re.compile(r"(?:,|\)\s*:)\s*\w+\s*$")  # a member that a constructor initializes
-BODY = re.compile(r"(?:\s*(?:const|noexcept|override|final|mutable|&&?|->[^;{}()=]*))*\s*(?:\{|:(?!:))")
 
 
 def none(wrong, rule):
@@ -184,43 +177,6 @@ def test_code_does_not_ask_for_the_class_of_a_codec():
     none(CLASSES.keys() - found, "these questions are gone; remove them from CLASSES")
 
 
-def code(text):
-    """Returns C++ code with what UNREAD matches replaced by spaces. The lines keep their numbers."""
-    return UNREAD.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
-
-
-@functools.cache
-def native():
-    """Returns {path: code} of every C++ and CUDA file of the package."""
-    files = [path for folder in ("xla_ffi", "cuda") for path in (ROOT / folder).rglob("*") if path.is_file()]
-    return {str(path.relative_to(ROOT)): code(path.read_text()) for path in sorted(files)}
-
-
-def native_definitions(text):
-    """Yields (line, name, number of parameters) of every function and lambda that the code defines."""
-    opened = []  # (bracket, its position, number of commas directly inside)
-    for found in re.finditer(r"[][(){}<>,;]", text.replace("->", "  ")):
-        sign, at = found[0], found.start()
-        if sign in "([{<":
-            opened.append([sign, at, 0])
-        elif sign == "," and opened:
-            opened[-1][2] += 1
-        elif sign in ")]};":  # a < that is still open here was a comparison
-            while opened and opened[-1][0] == "<":
-                opened.pop()
-            if sign == ";":
-                continue
-            _, start, commas = opened.pop()
-            before = text[max(0, start - 80) : start]
-            name = re.search(r"(\w+|[])])\s*$", before)
-            other = name and (MEMBER.search(before) or name[1] in ("if", "for", "while", "switch", "catch"))
-            if sign == ")" and name and not other and BODY.match(text, at + 1):
-                count = commas + 1 if text[start + 1 : at].strip() else 0
-                yield text.count("\n", 0, start) + 1, name[1], count
-        elif sign == ">" and opened and opened[-1][0] == "<":
-            opened.pop()
-
-
 def test_definitions_are_found():
     text = """
     struct S { S(int a, std::pair<int, int> b) : a(a), b(b) {} };  // f(int a) {
@@ -229,11 +185,12 @@ def test_definitions_are_found():
     int declared(int a, int b);
     void none() {}
     """
-    assert list(native_definitions(code(text))) == [(2, "S", 2), (3, "f", 2), (4, "]", 3), (6, "none", 0)]
+    found = list(source.native_definitions(source.without_text(text)))
+    assert found == [(2, "S", 2), (3, "f", 2), (4, "]", 3), (6, "none", 0)]
 
 
 def test_native_functions_have_few_parameters():
-    found = [(path, *each) for path, text in native().items() for each in native_definitions(text)]
+    found = [(path, *each) for path, text in source.native().items() for each in source.native_definitions(text)]
     assert {("cuda/load_store.cuh", "store_quad", 5), ("xla_ffi/handlers/tcp.cc", "exchange", 6)} <= {
         (path, name, count) for path, _, name, count in found
     }
@@ -247,7 +204,7 @@ def test_native_code_asks_traits_which_codec_it_has():
     asks, own = re.compile(r"(?<!Error::)\bKind::k"), re.compile(r"static constexpr Kind kKind = Kind::k\w+;")
     lines = [
         f"{path}:{number} {line.strip()}"
-        for path, text in native().items()
+        for path, text in source.native().items()
         if path not in KIND_FILES
         for number, line in enumerate(text.splitlines(), 1)
         if asks.search(line) and not own.search(line)

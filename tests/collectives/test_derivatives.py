@@ -54,8 +54,7 @@ def expected(check_vma):
     return on_ranks(derivatives(twins("a", None, SOME)[1]), mesh(4), check_vma)(X, V)
 
 
-@pytest.mark.short
-@CHECKS
+@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.short), False])
 def test_shard_map(check_vma):
     assert_same(on_ranks(derivatives(twins("a", EXACT, SOME)[0]), mesh(4), check_vma)(X, V), expected(check_vma))
 

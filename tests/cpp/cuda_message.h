@@ -149,11 +149,7 @@ inline void compare(const Case& k, Random& r) {
   messages.push_back(expected.copy());
   for (int64_t i = 1; i < k.ranks; ++i) messages.push_back(encode(message_of(k, r), one_thread()));
   const bool own = r.below(2) == 0;
-  std::vector<int32_t> where;
-  for (int64_t row = 0; row < k.batch; ++row) {
-    where.push_back(static_cast<int32_t>(r.below(k.chunks)));
-    where.push_back(own ? static_cast<int32_t>(r.below(k.ranks)) : -1);
-  }
+  const std::vector<int32_t> where = any_chunks(m, k.ranks, own, r);
   const Memory payloads = gather(l, k.batch, messages, where);
   const float divisor = r.pick({1.0f, 3.0f, 8.0f, 7.0f});
   const Sum sum{m, k.ranks, payloads, where, divisor};

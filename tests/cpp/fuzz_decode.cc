@@ -38,12 +38,8 @@ void round(Random& r, bool guarded) {
   const int64_t chunks = 1 + r.below(r.below(2) == 0 ? 1 : 7), batch = 1 + r.below(3), ranks = 1 + r.below(3);
   const Message m(any_codec(r), shapes, chunks, batch, r, guarded);
   const Layout& l = m.layout;
-  std::vector<int32_t> where;
   const bool own = r.below(2) == 0;
-  for (int64_t row = 0; row < batch; ++row) {
-    where.push_back(static_cast<int32_t>(r.below(chunks)));
-    where.push_back(own ? static_cast<int32_t>(r.below(ranks)) : -1);
-  }
+  const std::vector<int32_t> where = any_chunks(m, ranks, own, r);
   std::vector<Memory> residuals;
   if (r.below(2) == 0) {
     for (const Leaf& leaf : shapes) residuals.push_back(as_leaf(DType::kF32, numbers(batch * leaf.size, r), guarded));

@@ -258,6 +258,16 @@ struct Sum {
   }
 };
 
+// For each row, the chunk that is summed, and the rank whose leaves replace its payload: any rank, or -1 for none.
+inline std::vector<int32_t> any_chunks(const Message& m, int64_t ranks, bool own, Random& r) {
+  std::vector<int32_t> where;
+  for (int64_t row = 0; row < m.batch; ++row) {
+    where.push_back(static_cast<int32_t>(r.below(m.layout.chunks())));
+    where.push_back(own ? static_cast<int32_t>(r.below(ranks)) : -1);
+  }
+  return where;
+}
+
 // The payloads that the owner of a chunk receives, from each rank's message: [batch, ranks, chunk_bytes].
 inline Memory gather(const Layout& l, int64_t batch, const std::vector<Memory>& messages,
                      const std::vector<int32_t>& where, bool guarded = false) {

@@ -19,12 +19,12 @@ void every_codec() {
     for (int64_t i = r.below(3); i >= 0; --i) {
       // Whole buckets, whole buckets and a short one, and less than one bucket.
       const int64_t size = r.below(3) == 0   ? r.below(2 * bucket)
-                           : r.below(3) == 0 ? bucket * (1 + r.below(4))
+                           : r.below(3) == 0 ? bucket * (1 + r.below(bucket > 1000 ? 2 : 4))
                                              : r.below(largest);
       k.shapes.push_back({size, r.pick(kDTypes)});
     }
     k.chunks = turn % 2 == 0 ? 1 : r.pick({1, 2, 3, 7});
-    k.batch = 1 + (r.below(4) == 0) * 2;
+    k.batch = 1 + (r.below(4) == 0);
     k.ranks = r.below(8) == 0 ? 9 : 1 + r.below(4);
     k.feedback = turn % 3 == 0;
     k.shift = turn % 4 == 3 ? 1 + r.below(7) : 0;
@@ -39,10 +39,10 @@ void every_codec() {
       }
     }
   };
-  each({32, 64, 128, 256, 512, 1024, 2048, 4096}, 3000);
+  each({32, 64, 128, 256, 512, 1024, 2048, 4096}, 1500);
   each({1, 7, 16, 100, 121, 300, 1000}, 1500);
   for (int i = 0; i < 6; ++i) {
-    for (const Codec& codec : codecs_without_buckets()) run(codec, 6000);
+    for (const Codec& codec : codecs_without_buckets()) run(codec, 5000);
   }
 }
 

@@ -55,11 +55,7 @@ uint64_t digest_of(int rounds) {
       else
         digest.add(leaves[k]);
     }
-    std::vector<int32_t> where;
-    for (int64_t row = 0; row < batch; ++row) {
-      where.push_back(static_cast<int32_t>(r.below(chunks)));
-      where.push_back(-1);
-    }
+    const std::vector<int32_t> where = any_chunks(m, 2, false, r);
     std::vector<Memory> messages;
     messages.push_back(payload.copy());
     messages.push_back(payload.copy());

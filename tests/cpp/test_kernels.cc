@@ -14,12 +14,8 @@ void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks
   const int64_t ranks = r.below(100) == 0 ? cpu::Terms::kMost + 2 : 1 + r.below(3);
   std::vector<Message> others;
   for (int64_t i = 1; i < ranks; ++i) others.emplace_back(codec, shapes, chunks, batch, r);
-  std::vector<int32_t> where;
   const bool own = r.below(2) == 1;
-  for (int64_t row = 0; row < batch; ++row) {
-    where.push_back(static_cast<int32_t>(r.below(chunks)));
-    where.push_back(own ? static_cast<int32_t>(r.below(ranks)) : -1);
-  }
+  const std::vector<int32_t> where = any_chunks(m, ranks, own, r);
   const float divisor = r.pick({1.0f, 3.0f});
   if (feedback) {
     for (const Leaf& leaf : shapes) m.residuals.push_back(as_leaf(DType::kF32, numbers(batch * leaf.size, r)));

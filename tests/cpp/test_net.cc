@@ -199,20 +199,27 @@ void test_devices_that_differ() {
   devices = 1;
 }
 
+// Two processes send the same to each other. Returns the error.
+std::string swapped(Net& net, int64_t rank, const std::vector<uint8_t>& data, int64_t digest, bool trims) {
+  const auto bytes = static_cast<int64_t>(data.size());
+  std::vector<uint8_t> got(data.size(), 0xee);
+  Waiter waiter;
+  tcp::Exchange e{"a sum", 0, digest, group(first(2), rank), {{1 - rank, 0, got.data(), bytes}}, 1, {}, waiter.done()};
+  e.trims = trims;
+  const auto running = net.begin(std::move(e));
+  net.send(running, 1 - rank, 0, data.data(), bytes);
+  const std::string error = waiter.wait();
+  return error.empty() && got != data ? "wrong bytes" : error;
+}
+
 // Zeros at the end of a message, and a message of zeros, arrive without being sent.
 void test_trims() {
   together(2, [](Net& net, int64_t rank) {
     constexpr int64_t kBytes = 700'000;
     for (const int64_t used : {int64_t{0}, int64_t{1}, int64_t{300'000}, kBytes}) {
-      std::vector<uint8_t> data(kBytes), got(kBytes, 0xee);
+      std::vector<uint8_t> data(kBytes);
       for (int64_t i = 0; i < used; ++i) data[i] = static_cast<uint8_t>(i % 251 + 1);
-      Waiter waiter;
-      tcp::Exchange e{"trimmed",    1, 0, group(first(2), rank), {{1 - rank, 0, got.data(), kBytes}}, 1, {},
-                      waiter.done()};
-      e.trims = true;
-      const auto running = net.begin(std::move(e));
-      net.send(running, 1 - rank, 0, data.data(), kBytes);
-      CHECK(waiter.wait() == "" && got == data, "trimmed to " + std::to_string(used));
+      CHECK(swapped(net, rank, data, 0, true) == "", "trimmed to " + std::to_string(used));
     }
   });
 }
@@ -262,19 +269,23 @@ void test_late_messages() {
   pace = 0;
 }
 
+// Process 0 sends to process 1, and others do nothing. Returns the error.
+std::string one_way(Net& net, int64_t processes, int64_t rank, int64_t bytes) {
+  std::vector<uint8_t> data(bytes, 7), got(bytes);
+  Waiter waiter;
+  tcp::Exchange e{"one way", 1, 0, group(first(processes), rank), {}, rank == 0, {}, waiter.done()};
+  if (rank == 1) e.receives.push_back({0, 0, got.data(), bytes});
+  const auto running = net.begin(std::move(e));
+  if (rank == 0) net.send(running, 1, 0, data.data(), bytes);
+  const std::string error = waiter.wait();
+  return error.empty() && rank == 1 && got != data ? "wrong bytes" : error;
+}
+
+// Several times, while the receiver is late.
 void test_one_way() {
-  together(3, [](Net& net, int64_t rank) {  // 0 sends to 1 several times while 1 is late; 2 does nothing
-    std::vector<uint8_t> data(100000, 7), got(100000);
+  together(3, [](Net& net, int64_t rank) {
     if (rank == 1) std::this_thread::sleep_for(50ms);
-    for (int i = 0; i < 5; ++i) {
-      Waiter waiter;
-      tcp::Exchange e{"one way", 1, 0, group(first(3), rank), {}, rank == 0, {}, waiter.done()};
-      if (rank == 1) e.receives.push_back({0, 0, got.data(), 100000});
-      const auto running = net.begin(std::move(e));
-      if (rank == 0) net.send(running, 1, 0, data.data(), 100000);
-      CHECK(waiter.wait() == "", "one way");
-    }
-    CHECK(rank != 1 || got == data, "one way");
+    for (int i = 0; i < 5; ++i) CHECK(one_way(net, 3, rank, 100000) == "", "one way");
     CHECK(AllToAll(net, first(3), rank, 100, 1, 1).result() == "", "after it");
   });
 }
@@ -284,15 +295,9 @@ void test_one_leaves_before_another_begins() {
   together(
       2,
       [](Net& net, int64_t rank) {
-        std::vector<uint8_t> data(1000, 7), got(1000);
         if (rank == 1) std::this_thread::sleep_for(500ms);  // several beats
-        Waiter waiter;
-        tcp::Exchange e{"the last", 1, 0, group(first(2), rank), {}, rank == 0, {}, waiter.done()};
-        if (rank == 1) e.receives.push_back({0, 0, got.data(), 1000});
-        const auto running = net.begin(std::move(e));
-        if (rank == 0) net.send(running, 1, 0, data.data(), 1000);
-        const std::string error = waiter.wait();
-        CHECK(error.empty() && (rank == 0 || got == data), "late for the last exchange: " + error);
+        const std::string error = one_way(net, 2, rank, 1000);
+        CHECK(error.empty(), "late for the last exchange: " + error);
       },
       300ms);
 }
@@ -470,12 +475,7 @@ void test_they_differ() {
 // As many bytes, but another digest.
 void test_they_differ_in_what_the_bytes_are() {
   together(2, [](Net& net, int64_t rank) {
-    std::vector<uint8_t> data(100), got(100);
-    Waiter waiter;
-    const auto running = net.begin(
-        {"a sum", 0, 7 + rank, group(first(2), rank), {{1 - rank, 0, got.data(), 100}}, 1, {}, waiter.done()});
-    net.send(running, 1 - rank, 0, data.data(), 100);
-    const std::string error = waiter.wait();
+    const std::string error = swapped(net, rank, std::vector<uint8_t>(100), 7 + rank, false);
     CHECK(has(error, "has other arrays, or another codec, schedule or divisor, of the same length") ||
               has(error, "gave up"),
           error);

@@ -31,8 +31,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
-codec, key = cgx.MaxMin(4, 64, "stochastic"), jax.random.key(0)
-f = lambda x: cgx.roundtrip(x, codec, key)
+codec = cgx.Cast()  # whose jnp code compiles soon
+f = lambda x: cgx.roundtrip(x, codec)
 x = jax.random.normal(jax.random.key(1), (4, 100))
 rows = np.stack([f(r) for r in x])
 np.testing.assert_array_equal(jax.vmap(f)(x), rows)
@@ -45,7 +45,7 @@ mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
 with jax.set_mesh(mesh):
     np.testing.assert_array_equal(jax.jit(f)(jax.device_put(x, NamedSharding(mesh, P("d")))), f(x))
 layout = Layout(codec, ((100,),), (jnp.float32,), chunks=3)
-step = jax.jit(lambda x, r: ops.encode_fed(layout, [x], [r], jax.random.key_data(key)), donate_argnums=1)
+step = jax.jit(lambda x, r: ops.encode_fed(layout, [x], [r]), donate_argnums=1)
 residual = jnp.zeros(100)
 payload, (new,) = step(x[0], residual)
 assert residual.is_deleted()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers import CODECS, KEY, Truncate, assert_same_bytes, assert_trees, custom_calls, each_codec, native_key, normal
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from training import mesh_of
 
 import jaxcgx as cgx
 from jaxcgx._compat import varying_axes
@@ -25,10 +25,6 @@ SOME = [
 
 def random_key(codec, seed=0):
     return jax.random.key(seed) if codec.stochastic else None
-
-
-def mesh(n=4, axis_type=AxisType.Auto):
-    return jax.make_mesh((n,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:n])
 
 
 @pytest.mark.parametrize("codec", **each_codec(SOME))
@@ -240,7 +236,7 @@ def test_shard_map(codec, check_vma):
         y = cgx.decode(payload, codec, (60,), jnp.float32)
         return payload[None], y[None]
 
-    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))
+    run = jax.jit(jax.shard_map(body, mesh=mesh_of(4), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))
     payload, y = run(x)
     for i in range(4):
         assert_same_bytes(payload[i], cgx.encode(x[i], codec, random_key(codec)))
@@ -266,12 +262,12 @@ def test_varying_results_may_not_leave_as_replicated(op):
         return ops.reduce(layout, jnp.zeros((2, layout.chunk_bytes), jnp.uint8), own=ops.Own([x], 1))[0]
 
     with pytest.raises(ValueError, match="out_specs"):
-        jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P()))(normal(240))
+        jax.jit(jax.shard_map(body, mesh=mesh_of(4), in_specs=P("data"), out_specs=P()))(normal(240))
 
 
 def test_invariant_inputs_stay_invariant():
     codec = cgx.MaxMin(4, 64)
-    f = jax.shard_map(lambda x: cgx.roundtrip(x, codec), mesh=mesh(), in_specs=P(), out_specs=P())
+    f = jax.shard_map(lambda x: cgx.roundtrip(x, codec), mesh=mesh_of(4), in_specs=P(), out_specs=P())
     assert_same_bytes(jax.jit(f)(normal(60)), cgx.roundtrip(normal(60), codec))
 
 

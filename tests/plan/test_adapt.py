@@ -40,7 +40,6 @@ def errors(plan, statistics):
     return np.float64(statistics.errors)[rows, [*map(statistics.codecs.index, codecs(plan))]].sum()
 
 
-@pytest.mark.short
 def test_lgreco_of_gradients():
     statistics = cgx.gradient_statistics(GRADS)
     plan = cgx.Plan(FOUR)

@@ -27,7 +27,6 @@ def squared(x):
     return float(np.square(np.asarray(x, np.float64)).sum())
 
 
-@pytest.mark.short
 def test_numbers():
     found = cgx.gradient_statistics(TREE, codecs=CODECS)
     leaves = {"k/h": TREE["k"]["h"], "k/w": TREE["k"]["w"], "s": TREE["s"]}

@@ -91,8 +91,9 @@ def each_optimizer():
     return optax.multi_transform(OPTIMIZERS, {name: dict.fromkeys(LAYER, name) for name in OPTIMIZERS})
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.short)], ids=str
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_plain_jax(form, axis_type):
     """Norms are those of whole arrays, leaves share messages, and all leaves are sent as bytes."""

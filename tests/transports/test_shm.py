@@ -172,6 +172,18 @@ def test_platforms_that_it_can_not_serve(alone, platform, words):
         jax.jit(alone.all_gather).trace(jnp.zeros(3)).lower(lowering_platforms=(platform,))
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda net: net.all_to_all(jnp.ones((2, 3))), ValueError, "all_to_all rows 1 ranks float32[2, 3]"),
+        (lambda net: net.shift(jnp.ones(3, jnp.float4_e2m1fn)), TypeError, "shift x whole bytes float4_e2m1fn[3]"),
+    ],
+)
+def test_arrays_that_it_can_not_move(alone, call, error, words):
+    with names(error, words):
+        call(alone)
+
+
 def test_one_device_only(alone):
     x = jax.device_put(jnp.ones((8, 3)), jax.NamedSharding(mesh(8), jax.P("a")))
     with pytest.raises(ValueError, match="ordered effects are not supported for more than 1 device"):

@@ -9,7 +9,7 @@ import threading
 
 import jax
 import pytest
-from errors import named, names
+from errors import names
 from helpers import load_script
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
@@ -68,12 +68,6 @@ def test_the_bits_of_plain_axes(bits, fed):
 def test_low_rank(others):
     for plain, over_tcp in (each["low_rank"] for each in others):
         assert plain == over_tcp
-
-
-def test_meshes_that_it_can_not_serve(others):
-    for abstract, automatic in (each["errors"] for each in others):
-        named(abstract, "Tcp - an abstract mesh pass jax.shard_map the mesh itself")
-        named(automatic, "compressed_psum axis_name all axes 'other'")
 
 
 def test_all_ranks_get_the_same_overlays(others):
@@ -243,20 +237,29 @@ def psum(axes, **fields):
     return lambda x: cgx.compressed_psum(x, axes, cgx.Plan.every(cgx.MaxMin(4), **fields))
 
 
+def mapped(**where):
+    return jax.jit(jax.shard_map(psum(cgx.Tcp("a")), in_specs=P("a"), out_specs=P("a"), check_vma=False, **where))(X)
+
+
 X, TWO = jax.numpy.ones((2, 3)), mesh(2)
+ABSTRACT = jax.sharding.AbstractMesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+SOME = dict(mesh=mesh(2, 2), axis_names={"a"})
+PSUM = "compressed_psum axis_name"
 NO_POSITIVE_NUMBERS = [(ValueError, x) for x in (0, -1, float("inf"), float("nan"))] + [(TypeError, True)]
 
 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: jax.vmap(psum(cgx.Tcp("a")), axis_name="a")(X), ValueError, "axis_name jax.shard_map 'a' of vmap"),
-        (lambda: psum(cgx.Tcp("a"))(X), NameError, "axis_name no axis 'a'"),
-        (lambda: on_ranks(psum(("a", cgx.Tcp("a"))), TWO)(X), ValueError, "axis_name different names ('a', Tcp("),
+        (lambda: jax.vmap(psum(cgx.Tcp("a")), axis_name="a")(X), ValueError, f"{PSUM} jax.shard_map 'a' of vmap"),
+        (lambda: psum(cgx.Tcp("a"))(X), NameError, f"{PSUM} no axis 'a'"),
+        (lambda: on_ranks(psum(("a", cgx.Tcp("a"))), TWO)(X), ValueError, f"{PSUM} different names ('a', Tcp("),
+        (lambda: mapped(mesh=ABSTRACT), ValueError, "Tcp - an abstract mesh pass jax.shard_map the mesh itself"),
+        (lambda: mapped(**SOME), ValueError, f"{PSUM} all axes 'b'"),
     ],
 )
 def test_axes_that_it_can_not_serve(call, error, words):
-    with names(error, f"compressed_psum {words}"):
+    with names(error, words):
         call()
 
 
