@@ -225,8 +225,7 @@ NEVER = """
         cgx.compressed_psum(x, MPI.COMM_WORLD, codec)
     MPI.COMM_WORLD.recv(source=1 - rank)
 """
-ERROR, KILL = "raise ValueError('one rank gives up')", "os.kill(os.getpid(), signal.SIGKILL)"
-BY_MPI4PY = ("-m", "mpi4py")
+ERROR, BY_MPI4PY = "raise ValueError('one rank gives up')", ("-m", "mpi4py")
 PARAGRAPH = re.compile("-{70,}\n.*?-{70,}\n\0?", re.DOTALL)  # of mpirun, wherever a rank's line then stands
 ENDS = "ValueError: one rank gives up", "jaxcgx.mpi: rank 1 ends the other ranks, because an error has ended it"
 MISSING = "compressed_psum: expected a call of each of 3 ranks, got none of rank 1, which has ended"
@@ -236,7 +235,11 @@ WAITED = "compressed_psum: jaxcgx.mpi.CHECK: rank 0 waited 2 s for the other ran
 @pytest.mark.parametrize(
     ("ranks", "run", "code", "words"),
     [
-        *[(2, BY_MPI4PY, GIVES_UP.format("allreduce(x)", each), []) for each in (ERROR, KILL) if FULL],  # not by jaxcgx
+        *[  # mpi4py and mpirun end these, without jaxcgx
+            (2, BY_MPI4PY, GIVES_UP.format("allreduce(x)", ERROR), ["ValueError: one rank gives up"]),
+            (2, BY_MPI4PY, GIVES_UP.format("allreduce(x)", "os.kill(os.getpid(), signal.SIGKILL)"), []),
+        ]
+        * FULL,
         (2, [], GIVES_UP.format("cgx.mpi", ERROR), ENDS),  # before the first call, for which the other ranks wait
         (2, [], GIVES_UP.format("allreduce(x)", ERROR), ENDS),
         (3, [], FEWER.format("MPI.COMM_WORLD"), [MISSING]),
