@@ -80,7 +80,7 @@ OUT_OF_RANGE = {
     given(cgx.Plan.mixed_precision): dict(axis_name=[("a", "a")], size_bound=[-1]),
     given(cgx.Plan.bsc): dict(threshold=[2], size_bound=[-1], axis_name=[()], pull=["push"]),
     given(cgx.Plan.bytegrad): dict(axis_name=[()]),
-    FROM_ENV: dict(axis_name=[[], 3, ("a", None)], bits=[0, 16], bucket_size=[0]),
+    FROM_ENV: dict(axis_name=[[], 3, ("a", None)], bits=[0, 9], bucket_size=[0]),
     cgx.Plan: dict(default=[{}]),
     PLAN: dict(min_size=[-1], fusion_mb=[0, float("nan")], schedule=["star", {"node": 3}, {}], own=["mine"]),
     RULE: dict(min_size=[-1], ndim=[-1]),

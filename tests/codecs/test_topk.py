@@ -239,7 +239,8 @@ def test_any_bytes_decode_as_the_reference_does():
 
 
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 0), (1, 1), (2, 1), (10, 3), (1000, 10), (1000, 500), (1000, 999), (70_000, 3), (5000, 133)]
+    ("n", "k"),
+    [(1, 0), (1, 1), (2, 1), (10, 3), (1000, 10), (1000, 3), (1000, 500), (1000, 999), (300_000, 2), (5000, 133)],
 )
 def test_indices_come_back(n, k):
     r = np.random.RandomState(n + k)
