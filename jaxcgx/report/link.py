@@ -14,7 +14,6 @@ import time
 from typing import NoReturn
 
 from jaxcgx.checks import wrong
-from jaxcgx.native.sockets import read
 from jaxcgx.report import machine
 from jaxcgx.text import spell_rate
 
@@ -65,16 +64,16 @@ def serve(server: socket.socket) -> tuple[str, Measured]:
     words, (peer, *_) = server.accept()
     with words:
         _begin(words)
-        if bytes(read(words, len(_HELLO))) != _HELLO:
+        if _receive(words, len(_HELLO)) != _HELLO:
             _refuse(peer, "another program's words")
         words.sendall(_HELLO)
         for _ in range(TRIPS):
-            words.sendall(read(words, 1))
+            words.sendall(_receive(words, 1))
         server.settimeout(SILENCE)
         data, _ = server.accept()
         with data:
             received = _both(data)
-        other, delay = _NUMBERS.unpack(read(words, _NUMBERS.size))
+        other, delay = _NUMBERS.unpack(_receive(words, _NUMBERS.size))
         words.sendall(_NUMBERS.pack(received, delay))
     return peer, _keep(peer, Measured(up=other, down=received, delay=delay))
 
@@ -88,13 +87,13 @@ def measure(host: str, port: int = PORT) -> Measured:
     with words:
         _begin(words)
         words.sendall(_HELLO)
-        if bytes(read(words, len(_HELLO))) != _HELLO:
+        if _receive(words, len(_HELLO)) != _HELLO:
             _refuse(host, "another program's words")
         delay = statistics.median(_trip(words) for _ in range(TRIPS)) / 2
         with socket.create_connection((host, port), SILENCE) as data:
             received = _both(data)
         words.sendall(_NUMBERS.pack(received, delay))
-        other, _ = _NUMBERS.unpack(read(words, _NUMBERS.size))
+        other, _ = _NUMBERS.unpack(_receive(words, _NUMBERS.size))
     return _keep(host, Measured(up=other, down=received, delay=delay))
 
 
@@ -113,10 +112,20 @@ def _begin(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+def _receive(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise ConnectionError(f"{_OP}: the other host ended the connection")
+        found += part
+    return found
+
+
 def _trip(words: socket.socket) -> float:
     start = time.perf_counter()
     words.sendall(b".")
-    read(words, 1)
+    _receive(words, 1)
     return time.perf_counter() - start
 
 
