@@ -61,7 +61,7 @@ def _connect(devices: int, timeout: float, links: Links) -> None:
     address = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has set it
         store.key_value_set("jaxcgx/tcp/secret", secrets.token_hex(32))
-    secret = dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"]
+    secret = bytes.fromhex(dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"])
     # The coordinator runs in process 0, so every process reaches that host at the coordinator's address.
     host = _host(coordinator) if process else ""
     hosts = [host] if host else _own(address)

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from jaxcgx.checks import check_type, wrong
-from jaxcgx.native.sockets import PIECE, SILENCE, Listener, Stranger, Wire, as_host, end_all, read
+from jaxcgx.transports.sockets import PIECE, SILENCE, Listener, Stranger, Wire, as_host, read
 
 PUBLISHER, SUBSCRIBER = b"cgxp", b"cgxs"  # the version of this protocol
 UNKNOWN = "the program there is no publisher, or has another version of jaxcgx"
@@ -102,11 +102,11 @@ class Server:
     def close(self) -> None:
         self._listener.close()
         self._closed = True
-        end_all(self._sockets.copy())
+        _end(self._sockets)
 
     def _serve(self, sock: socket.socket, _: int) -> None:
         self._sockets.add(sock)
-        with sock, contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             sock.settimeout(IDLE)
             while not self._closed:
                 start, stop, size = ASK.unpack(read(sock, ASK.size))
@@ -174,6 +174,12 @@ class Remote:
     def close(self) -> None:
         """Ends all connections, also those that threads use."""
         self._closed = True
-        end_all(self._sockets.copy())
+        _end(self._sockets)
         while self._idle:
             self._idle.pop().close()
+
+
+def _end(sockets: set[socket.socket]) -> None:
+    for sock in sockets.copy():
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)

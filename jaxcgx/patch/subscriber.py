@@ -14,12 +14,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxcgx.checks import check_integer, check_number, check_positive, spell_array, unexpected, warn, wrong
-from jaxcgx.native.sockets import Stranger, start_thread, unreached
 from jaxcgx.patch.carriers import Directory, Remote, as_place
 from jaxcgx.patch.trees import Patch, apply, place, sharding_of
 from jaxcgx.patch.versions import Array, File, Index, Refused, needed, shortest
 from jaxcgx.patch.words import home_of, joined, zeros
 from jaxcgx.transports.axes import MOST_CONNECTIONS
+from jaxcgx.transports.sockets import Stranger, start_thread, unreached
 from jaxcgx.typing import PyTree
 
 OP = "Subscriber"

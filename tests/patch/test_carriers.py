@@ -11,12 +11,12 @@ from errors import raises, says
 from started import Processes, free_port, until
 
 import jaxcgx as cgx
-from jaxcgx.native import sockets
-from jaxcgx.native.sockets import HELLO, STRANGERS, Wire, read
 from jaxcgx.patch import carriers
 from jaxcgx.patch import publisher as published
 from jaxcgx.patch import subscriber as subscribed
 from jaxcgx.patch.carriers import ASK, PUBLISHER, SIZE, SUBSCRIBER, UNKNOWN
+from jaxcgx.transports import sockets
+from jaxcgx.transports.sockets import HELLO, STRANGERS, Wire, read
 
 LIKE = np.zeros(1000, np.float32)
 LIMIT = 60  # seconds, after which a test counts as hung

@@ -25,9 +25,9 @@ from jaxcgx.checks import (
     wrong,
 )
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.native.sockets import as_host
 from jaxcgx.patch.trees import encode
 from jaxcgx.plan.leaves import spell_path
+from jaxcgx.transports.sockets import as_host
 from jaxcgx.typing import Params, PyTree
 from jaxcgx.wan.decoupled.inbox import OP, CommonState, Contribution, Inbox, Patches
 from jaxcgx.wan.decoupled.moves import WEIGHTS, Moves, Packing, number_of, on_auto_axes, put_like

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcgx.checks import unexpected, warn, wrong
-from jaxcgx.native.sockets import start_thread
 from jaxcgx.patch.trees import Patch, apply
+from jaxcgx.transports.sockets import start_thread
 from jaxcgx.typing import Params, PyTree
 from jaxcgx.wan.decoupled.peers import Events, Frame, FrameKind, Peers, Terms, Version
 

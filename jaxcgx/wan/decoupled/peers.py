@@ -1,9 +1,10 @@
 """The connections of a decoupled center to the other centers: handshakes, frames, heartbeats and reconnects.
 
 A center listens at its address. It calls the centers with lower places, and calls them again whenever a connection
-fails or ends. After the handshake (native/sockets.py), both ends exchange their terms: the options and leaves that must
-be the same in all centers. Then they send frames, each with a header and a body. The size of a body is checked before
-it is read. Nothing is unpickled. All of this runs in separate threads.
+fails or ends. Both ends of a connection prove that they know the secret, by an HMAC of both hellos. Then they exchange
+their terms: the options and leaves that must be the same in all centers. After that they send frames, each with a
+header and a body. The size of a body is checked before it is read. Nothing is unpickled. All of this runs in separate
+threads.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
-from jaxcgx.native.sockets import AGAIN, PIECE, SILENCE, Listener, Stranger, Wire, read, start_thread, unreached
+from jaxcgx.transports.sockets import AGAIN, PIECE, SILENCE, Listener, Stranger, Wire, read, start_thread, unreached
 
 HEADER = struct.Struct("!4sB3xQQQQ")  # magic, kind, round, merged, digest, bytes of the body
 MAGIC = b"cgx\x03"  # the version of this protocol
@@ -140,8 +141,9 @@ class Peers:
         while not self._closed.is_set():
             try:
                 sock = socket.create_connection(self._addresses[place], timeout=SILENCE)
-                self._serve(sock, self._meet(sock, place))
-            except (OSError, Stranger) as error:
+                if self._meet(sock, place) is not None:
+                    self._serve(sock, place)
+            except OSError as error:
                 self._why[place] = unreached(error)
             self._closed.wait(AGAIN)
 
@@ -154,8 +156,8 @@ class Peers:
         except (OSError, Stranger) as error:
             self._why[place] = unreached(error)
 
-    def _meet(self, sock: socket.socket, expected: int | None) -> int:
-        """Returns the place of the center at the other end. Raises Stranger if the handshake fails."""
+    def _meet(self, sock: socket.socket, expected: int | None) -> int | None:
+        """Returns the place of the center at the other end, or None if the handshake fails."""
         # `expected` is the place of the center that was called; None: the connection was accepted.
         known = expected
 
@@ -174,7 +176,7 @@ class Peers:
             sock.close()
             if known is not None:
                 self._why[known] = unreached(error)
-            raise Stranger(unreached(error)) from error
+            return None
         return place
 
     def _tell(self, sock: socket.socket, first: bool) -> Terms:

@@ -3,20 +3,16 @@
 Both ends of a new connection send a hello, with their place among the programs and a nonce. Then each proves that it
 knows the secret, by an HMAC of both hellos. After that nothing is encrypted or authenticated. Every read has a size
 that is checked before, and ends after `SILENCE` seconds without a byte. A handshake may take `SILENCE` seconds in all.
-Only a few accepted connections are in the handshake at a time: the oldest is ended to make room for the next. So a
-program calls again if its connection ends before it has an answer.
 """
 
 import contextlib
 import hmac
-import os
 import secrets
 import socket
 import struct
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxcgx.checks import wrong
@@ -26,20 +22,7 @@ PROOF = 32  # bytes of an HMAC-SHA256
 PIECE = 256 << 10  # the most bytes of one call of sendall
 SILENCE = 10.0  # seconds after which a silent program counts as gone
 AGAIN = 0.5  # seconds until a program is called again
-STRANGERS = 64  # the most accepted connections in the handshake at a time
-MOST = 1024  # the most connections that wait to be accepted
-
-_open = weakref.WeakSet[socket.socket]()
-
-
-def _forget() -> None:
-    for sock in list(_open):
-        sock.close()
-
-
-# A forked child closes its copies of the sockets. Otherwise they would keep the connections open after this process is
-# killed.
-os.register_at_fork(after_in_child=_forget)
+STRANGERS = 16  # the most accepted connections in the handshake at a time
 
 
 class Stranger(Exception):
@@ -58,7 +41,6 @@ class Wire(NamedTuple):
 
     def meet(self, sock: socket.socket, place: int = 0, check: Callable[[int], None] | None = None) -> int:
         """Does the handshake. Returns the place of the other end, which `check` may refuse."""
-        _open.add(sock)
         end = time.monotonic() + SILENCE
         sock.settimeout(SILENCE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -77,8 +59,8 @@ class Wire(NamedTuple):
         """Reads the hello of the other end, until `end`. Returns (the hello, the place in it)."""
         hello = read(sock, HELLO.size, end)
         magic, place, _ = HELLO.unpack(hello)
-        if magic != (expected := self.theirs or self.magic):
-            raise Stranger(f"{self.unknown}: it says {magic!r}, not {expected!r}")
+        if magic != (self.theirs or self.magic):
+            raise Stranger(self.unknown)
         return hello, place
 
     def _prove(self, first: bytes | bytearray, second: bytes | bytearray) -> bytes:
@@ -88,22 +70,19 @@ class Wire(NamedTuple):
 class Listener:
     """Accepts connections at an address, each in a thread of its own."""
 
-    # `meet` does the handshake. It returns the place of the other end. `serve` gets it, and owns the connection.
+    # `meet` does the handshake, and returns the place of the other end, or None. `serve` gets the place, and runs until
+    # the connection ends. Only `STRANGERS` connections are in `meet` at a time.
     def __init__(
         self,
         address: tuple[str, int],
-        meet: Callable[[socket.socket], int],
+        meet: Callable[[socket.socket], int | None],
         serve: Callable[[socket.socket, int], None],
     ) -> None:
         self._meet, self._serve = meet, serve
         self._closed = threading.Event()
-        self._strangers: list[socket.socket] = []  # the oldest first
-        every = not address[0] and socket.has_dualstack_ipv6()  # all addresses of this host
-        family = socket.AF_INET6 if every or ":" in address[0] else socket.AF_INET
-        self._socket = socket.create_server(address, family=family, backlog=MOST, dualstack_ipv6=every)
+        self._strangers = threading.BoundedSemaphore(STRANGERS)
+        self._socket = socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
         self._socket.settimeout(AGAIN)
-        _open.add(self._socket)
-        self.port: int = self._socket.getsockname()[1]
 
     def start(self) -> None:
         self._thread = start_thread(self._accept)
@@ -111,7 +90,8 @@ class Listener:
     def close(self) -> None:
         """Ends the thread that accepts. After this, the address is free again."""
         self._closed.set()
-        end_all([self._socket])
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
     def _accept(self) -> None:
@@ -122,33 +102,27 @@ class Listener:
                 except TimeoutError:
                     continue
                 except OSError:  # such as too many open files: a try at once would fail, too
-                    end_all(self._strangers.copy())
                     self._closed.wait(AGAIN)
                     continue
-                self._strangers.append(sock)
-                end_all(self._strangers[:-STRANGERS])
+                if not self._strangers.acquire(timeout=SILENCE):
+                    sock.close()
+                    continue
                 try:
                     start_thread(self._welcome, sock)
                 except RuntimeError:  # there are too many threads
-                    self._strangers.remove(sock)
+                    self._strangers.release()
                     sock.close()
 
     def _welcome(self, sock: socket.socket) -> None:
-        try:
-            place = self._meet(sock)
-        except (OSError, Stranger):
-            sock.close()
-            return
-        finally:
-            self._strangers.remove(sock)
-        self._serve(sock, place)
-
-
-def end_all(sockets: Iterable[socket.socket]) -> None:
-    """Ends connections, which the threads that use them notice at once."""
-    for sock in sockets:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+        with sock:
+            try:
+                place = self._meet(sock)
+            except (OSError, Stranger):
+                place = None
+            finally:
+                self._strangers.release()
+            if place is not None:
+                self._serve(sock, place)
 
 
 def as_host(function: str, argument: str, address: Any, expected: str) -> tuple[str, int]:
