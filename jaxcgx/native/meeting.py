@@ -176,6 +176,8 @@ class Meeting(contextlib.AbstractContextManager["Meeting"]):
                     listeners.append(self._listener(host, listeners[0].getsockname()[1] if listeners else 0))
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
+                        for sock in listeners:
+                            self._close(sock)
                         break
                     why = f"{host}: {error.strerror}"  # a host may have only one kind of address
             else:
@@ -187,10 +189,14 @@ class Meeting(contextlib.AbstractContextManager["Meeting"]):
     def _listener(self, host: str, port: int) -> socket.socket:
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._watch(sock, lambda: self._accept(sock))
-        if sock.family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind((host, port))
-        sock.listen(MOST)
+        try:
+            if sock.family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind((host, port))
+            sock.listen(MOST)
+        except OSError:
+            self._close(sock)
+            raise
         return sock
 
     def _watch(self, sock: socket.socket, handler: Callable[[], None], events: int = select.POLLIN) -> socket.socket:
@@ -267,8 +273,8 @@ class Meeting(contextlib.AbstractContextManager["Meeting"]):
         if channel not in self.channels or (other, channel) in self.found:
             raise _Refused
         sock.send(self._proof(b"answers", hello, mine))
+        self.hosts[other] = sock.getpeername()[0]  # an OSError if the connection has ended meanwhile
         self._strangers.remove(sock)
-        self.hosts[other] = sock.getpeername()[0]
         self._keep(sock, other, channel)
 
     def _ask(self, sock: socket.socket, other: Other, channel: int) -> Talk:

@@ -1,5 +1,6 @@
 """Tests how processes meet: who is accepted, what is sent, and the error if a process doesn't come."""
 
+import errno
 import hashlib
 import hmac
 import pathlib
@@ -217,6 +218,37 @@ except meeting.MeetingError as error:
     print(error, flush=True)
 sys.stdin.read()
 """
+
+
+def test_a_port_that_is_taken_at_another_address_is_given_up(monkeypatch):
+    real, taken = socket.socket.bind, ["127.0.0.2"]
+
+    def bind(sock, address):
+        if address[0] in taken:
+            taken.clear()
+            raise OSError(errno.EADDRINUSE, "in use")
+        real(sock, address)
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+    with Meeting(0, 2, SECRET, ["127.0.0.1", "127.0.0.2"]) as zero, process(1) as one:
+        one.call(at(zero))
+        go_on(zero, one, until=connected(zero, one))
+
+
+def test_a_connection_that_ends_with_its_handshake(monkeypatch):
+    real, ended = socket.socket.getpeername, []
+
+    def getpeername(sock):
+        if not ended:
+            ended.append(sock)
+            raise OSError(errno.ENOTCONN, "not connected")
+        return real(sock)
+
+    monkeypatch.setattr(socket.socket, "getpeername", getpeername)
+    with process(0) as zero, process(1) as one:
+        one.call(at(zero))
+        with pytest.raises(MeetingError, match="process 0 .* has ended or left"):
+            go_on(zero, one, until=connected(zero, one))
 
 
 @pytest.fixture

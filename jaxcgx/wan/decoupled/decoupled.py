@@ -448,6 +448,6 @@ def _named(contribution: Contribution) -> tuple[int, int]:
 def _from_bytes(like: PyTree, body: np.ndarray) -> PyTree:
     """Returns a tree of arrays from their bytes, with the shapes, dtypes and shardings of the tree `like`."""
     leaves, structure = jax.tree_util.tree_flatten(like)
-    parts = np.split(body, np.cumsum([x.nbytes for x in leaves]))  # and an empty one
+    parts = np.split(body, np.cumsum([x.nbytes for x in leaves])[:-1])
     arrays = [part.view(x.dtype).reshape(x.shape) for x, part in zip(leaves, parts)]
     return put_like(like, structure.unflatten(arrays))

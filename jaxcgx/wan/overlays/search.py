@@ -163,7 +163,7 @@ def owners(rates: Rates) -> Overlay:
         weights = np.maximum(time * line - 1, 0) / (n - 2)
         low, high = (low, time) if weights.sum() > 1 else (time, high)
     weights = np.where(weights < LEAST / n, 0, weights)
-    return Overlay.owners(n, weights.tolist())
+    return Overlay.owners(n, [round(float(w), 6) for w in weights / weights.sum()])
 
 
 SHAPES = {"trees": trees, "ring": ring, "owners": owners}
