@@ -130,7 +130,7 @@ def plain_seconds(ranks: int, size: float, network: Network) -> float:
 
 
 def choose(load: Load, network: Network, prefer: str = "time") -> str:
-    """Returns the schedule that takes the least time or, with `prefer` "bytes", sends the fewest bytes.
+    """Returns "one_shot" or "two_shot": the one that takes less time or, with `prefer` "bytes", sends fewer bytes.
 
     one_shot rounds less often. So two_shot is chosen only if it is faster by a tenth, or sends fewer bytes.
     """
