@@ -18,12 +18,16 @@ LONG = 2.0  # seconds; quicker tests always run
 TIMES = 2
 # Tests that are there for what they combine, or for pages that users copy, and not for lines.
 ALWAYS = (
+    "tests/exchange/test_correlated.py::test_every_rank_and_the_sum_are_unbiased[stochastic",
     "tests/exchange/test_noise.py",
     "tests/test_fuzz.py",
     "tests/test_house.py",
     "tests/test_pages.py",
     "tests/train/test_machine.py",
     "tests/train/test_product.py",
+    # the value and the gradient of weighted means
+    "tests/train/test_value_and_grad.py::test_losses_that_look_at_all_ranks[shard_map-AxisType.Auto]",
+    "tests/train/test_value_and_grad.py::test_no_style_changes_a_number[Auto-True]",
 )
 
 

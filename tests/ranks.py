@@ -115,7 +115,7 @@ def total(x, axes):
     return np.asarray(x, np.float64).sum(tuple(range(axes)))
 
 
-def assert_conserved(x, before, results, after, axes=1, weight=1, near=3e-7):
+def assert_conserved(x, before, results, after, axes=1, weight=1, near=3e-7, least=1e-12):
     """Checks that, over all ranks, x + residuals before = results * weight + residuals after.
 
     Results are those of all ranks. `near` is how far off the larger side may be, relative to the magnitudes of x.
@@ -125,7 +125,7 @@ def assert_conserved(x, before, results, after, axes=1, weight=1, near=3e-7):
         have = total(x[name], axes) + total(before[name], axes)
         got = weight * np.asarray(results[name], np.float64)[(0,) * axes] + total(after[name], axes)
         size = total(np.abs(x[name]), axes).max()
-        np.testing.assert_allclose(got, have, rtol=0, atol=near * size * 2 + (1e-12 if near else 0), err_msg=name)
+        np.testing.assert_allclose(got, have, rtol=0, atol=near * size * 2 + (least if near else 0), err_msg=name)
 
 
 def assert_same_on_all_ranks(tree, axes=1):

@@ -15,7 +15,7 @@ from jaxcgx import wan
 from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.transports.xla import Axes
 
-RAW, HALF = cgx.Raw(), cgx.Cast("float16")
+RAW = cgx.Raw()
 BY_AXIS = {"a": CODEC, "b": RAW}
 MATRICES = dict(a=np.ones((2, 3), np.float32), b=np.ones((2, 3), np.float32))
 given = functools.partial  # a function with arguments that are right
@@ -80,7 +80,7 @@ OUT_OF_RANGE = {
     given(cgx.Plan.mixed_precision): dict(axis_name=[("a", "a")], size_bound=[-1]),
     given(cgx.Plan.bsc): dict(threshold=[2], size_bound=[-1], axis_name=[()], pull=["push"]),
     given(cgx.Plan.bytegrad): dict(axis_name=[()]),
-    FROM_ENV: dict(axis_name=[[], 3, ("a", None)], bits=[0, 9], bucket_size=[0]),
+    FROM_ENV: dict(axis_name=[[], 3, ("a", None)], bits=[0, 9, 16], bucket_size=[0]),
     cgx.Plan: dict(default=[{}]),
     PLAN: dict(min_size=[-1], fusion_mb=[0, float("nan")], schedule=["star", {"node": 3}, {}], own=["mine"]),
     RULE: dict(min_size=[-1], ndim=[-1]),
@@ -144,6 +144,7 @@ OTHERS = {
     "Decoupled": [
         (lambda: DECOUPLED(addresses=["a:1"]), ValueError, "addresses", "['a:1']"),
         (lambda: DECOUPLED(addresses=["a:1", "b"]), ValueError, "addresses", "'b'"),
+        (lambda: DECOUPLED(addresses=[1, 2]), TypeError, "addresses", "1"),
         (lambda: DECOUPLED(every=2, overlap=2), ValueError, "overlap", "2", "overlap=1"),
     ],
     "Demo": [(lambda: wan.Demo(values=cgx.MaxMin(rounding="stochastic")), ValueError, "values", "MaxMin", "rounding")],
@@ -164,17 +165,26 @@ OTHERS = {
     "MixedSync": [(lambda: wan.MixedSync(cgx.Dion()), ValueError, "exchange", "Dion", "optax.contrib.muon")],
     "Overlay": [(lambda: Overlay(()), ValueError, "trees", "none")],
     "Plan": [
+        (lambda: cgx.Plan({}), ValueError, "default", "{}"),
+        (lambda: cgx.Plan({"a": 4}), TypeError, "default", "4"),
+        (lambda: PLAN(rules=["kernel"]), TypeError, "rules", "'kernel'"),
+        (lambda: PLAN(rules=[(3, CODEC)]), TypeError, "rules", "("),
+        (lambda: PLAN(schedule={}), ValueError, "schedule", "{}"),
+        (lambda: PLAN(schedule={"node": 3}), ValueError, "schedule", "3"),
         (lambda: PLAN(own="encoded", schedule={"a": "ring"}), ValueError, "own", '"encoded"', 'own="raw"'),
         (lambda: cgx.Plan({"node": cgx.Skip(), "local": RAW}), ValueError, "default", "Skip()", "rule"),
         (lambda: PLAN(schedule={"a": "auto", "b": Overlay.tree(2)}), ValueError, "schedule"),
     ],
     "Plan.bsc": [(lambda: cgx.Plan.bsc(0), ValueError, "threshold", "0", "0.01")],
+    "Plan.mixed_precision": [(lambda: cgx.Plan.mixed_precision(BY_AXIS), TypeError, "codec", "{'a'")],
     "Plan.from_env": [
+        (lambda: cgx.Plan.from_env([]), ValueError, "axis_name", "[]"),
         (lambda: cgx.Plan.from_env(("inner", "cross")), ValueError, "axis_name", "('inner'", '("cross",'),
         (lambda: cgx.Plan.from_env({"HOME": "/root"}), ValueError, "axis_name", "{'HOME'"),
         (lambda: cgx.from_env({"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}, bits=9), ValueError, "bits", "9"),
     ],
     "Rule": [
+        (lambda: RULE(path=b"a"), TypeError, "path", "b'a'"),
         (lambda: PLAN([("a", 4)]), TypeError, "codec", "4"),
         (lambda: PLAN([("a(", CODEC)]), ValueError, "path", "'a('", "unterminated"),
     ],

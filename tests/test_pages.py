@@ -396,7 +396,7 @@ def test_training_losses():
 
 
 def test_training_steps_that_are_skipped():
-    chain, scaling, _, keeping = pages.programs("docs/training")[9:13]  # tests/collectives/test_finite.py has the third
+    chain, scaling, _, keeping = pages.programs("docs/training")[9:13]  # collectives/test_replicas.py has the third
     names = names_of()
     exec(chain, names)
     names |= dict(transformation=cgx.compress_gradients("data", names["exchange"]), inner=optax.sgd(0.1))
@@ -427,8 +427,13 @@ def test_training_models():
     names |= dict(nnx=nnx, model=Model(nnx.Rngs(0)), compute_loss=compute_loss)
     exec(split, names)
     train = cgx.make_train_step(names["loss_fn"], optax.sgd(0.1), names["mesh"], names["plan"], model_state="mean")
-    assert jax.eval_shape(train.init, names["params"], names["rest"])
+    model, x = names["model"], names["batch"][0]
+    state, _ = train.step(train.init(names["params"], names["rest"]), names["batch"])
+    moved = 0.99 * model.norm.mean[...] + 0.01 * model.linear(x).mean(0)
+    np.testing.assert_allclose(state.model_state["norm"]["mean"][...], moved, rtol=1e-4, atol=1e-6)
 
     names |= dict(model=nnx.Linear(8, 256, rngs=nnx.Rngs(0)), loss_fn=compute_loss)
     exec(optimizer, names)
     assert names["step"](names["model"], names["optimizer"], names["batch"]).shape == ()
+    residuals = names["optimizer"].opt_state[0].own.residuals["kernel"][...]
+    assert residuals.sharding.spec == P("data") and residuals.any()

@@ -19,7 +19,7 @@ void every_codec() {
     for (int64_t i = r.below(3); i >= 0; --i) {
       // Whole buckets, whole buckets and a short one, and less than one bucket.
       const int64_t size = r.below(3) == 0   ? r.below(2 * bucket)
-                           : r.below(3) == 0 ? bucket * (1 + r.below(bucket > 1000 ? 2 : 4))
+                           : r.below(3) == 0 ? bucket * (1 + r.below(bucket > 2048 ? 2 : 4))
                                              : r.below(largest);
       k.shapes.push_back({size, r.pick(kDTypes)});
     }

@@ -83,7 +83,9 @@ def test_numbers_of_any_size():
         assert_same_bytes(factors[name], q[name])
     pick = lambda t: {name: t[name] for name in x if name not in ("nan", "inf")}
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([pick(sums), pick(after), pick(factors)]))
-    assert_conserved(pick(x), pick(before), jax.tree.map(lambda y: y[None], pick(sums)), pick(after), near=3e-6)
+    assert_conserved(
+        pick(x), pick(before), jax.tree.map(lambda y: y[None], pick(sums)), pick(after), near=1.5e-6, least=1e-30
+    )
     # A step of zeros is followed by another one.
     *_, again = step(x | {"low": np.asarray(normal((2, 30, 30)))}, before, factors)
     assert np.linalg.matrix_rank(again["low"]) == 2

@@ -60,8 +60,8 @@ def test_a_training_step():
         summed = jax.shard_map(total, mesh=mesh, in_specs=P("data"), out_specs=P())(batch)
         return train.step(state, batch)[0], summed
 
-    batch = jax.device_put(np.arange(600, dtype=np.float32).reshape(2, 300) % 37, NamedSharding(mesh, P("data")))
-    args = train.init({"w": jnp.zeros(300)}), batch
+    batch = jax.device_put(np.arange(2200, dtype=np.float32).reshape(2, 1100) % 37, NamedSharding(mesh, P("data")))
+    args = train.init({"w": jnp.zeros(1100)}), batch
     found = lowered(step, *args, platform="tpu")
     text = found.mlir_module()
     assert "custom_call @jaxcgx" not in text and "all_to_all" in text and "ui8" in text

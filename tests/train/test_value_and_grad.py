@@ -51,7 +51,9 @@ def every_way(place, params, *batch):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("place", ["Auto", "Explicit", "check_vma", "no check_vma", "pmap"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("Auto", marks=pytest.mark.short), "Explicit", "check_vma", "no check_vma", "pmap"]
+)
 def test_no_style_changes_a_number(place, weighted):
     batch = (X, MASK) if weighted else (X,)
     mesh = mesh_of(AxisType.Explicit if place == "Explicit" else AxisType.Auto)

@@ -59,7 +59,7 @@ SHAPES = {
 }
 ROWS = {"w": ((4, 1001), "float32"), "half": ((4, 77), "bfloat16")}
 LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # leaves of several pieces
-SMALL = {"w": ((70,), "float32"), "half": ((9,), "bfloat16")}  # plain jnp compiles slowly
+SMALL = {"w": ((1030,), "float32"), "half": ((9,), "bfloat16")}  # "w" is in both chunks; many leaves compile slowly
 NOISY = cgx.MaxMin(3, 128, "correlated")
 
 
