@@ -141,7 +141,7 @@ LIMITS = {
     ("code", "class names that exist twice", "count"): 0,
     ("code", ADDED, "count"): 1_290_000,
 }
-GOALS = {("code", "lines of tests/", "count"): 30_000}
+GOALS = {("code", "lines of jaxcgx/", "count"): 24_500, ("code", "lines of tests/", "count"): 30_000}
 
 
 def four_devices():
