@@ -122,8 +122,8 @@ OF_TRANSFORMERS = f"""\
   WikiText-103 nor SQuAD was there.
 - The curves have the loss of every 20th batch, and the loss of the test after each epoch. The perplexity is that
   of a token, which is a sequence of bytes. F1, in %, compares tokens, and "accuracy" in the data is the share of
-  answers that match exactly. All weights begin at random, and there are
-  only 13,788 questions, so F1 is low with float32, too.
+  answers that match exactly. All weights begin at random, and the questions are few, so F1 is low with float32,
+  too.
 - lost: points of F1 against `none`; for text, the increase of the perplexity in %.
 - published: from float32 to compressed, in CGX's paper, with the whole networks on WikiText-103 and SQuAD.
 - dgc: 1 % of the elements, after a warm-up of one epoch. It applies Adam's momentum before the exchange.\

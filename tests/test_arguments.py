@@ -80,9 +80,8 @@ OUT_OF_RANGE = {
     given(cgx.Plan.mixed_precision): dict(axis_name=[("a", "a")], size_bound=[-1]),
     given(cgx.Plan.bsc): dict(threshold=[2], size_bound=[-1], axis_name=[()], pull=["push"]),
     given(cgx.Plan.bytegrad): dict(axis_name=[()]),
-    FROM_ENV: dict(axis_name=[[], 3, ("a", None)], bits=[0, 9, 16], bucket_size=[0]),
-    cgx.Plan: dict(default=[{}]),
-    PLAN: dict(min_size=[-1], fusion_mb=[0, float("nan")], schedule=["star", {"node": 3}, {}], own=["mine"]),
+    FROM_ENV: dict(axis_name=[3, ("a", None)], bits=[0, 9, 16], bucket_size=[0]),
+    PLAN: dict(min_size=[-1], fusion_mb=[0, float("nan")], schedule=["star"], own=["mine"]),
     RULE: dict(min_size=[-1], ndim=[-1]),
     given(RULE, min_size=8): dict(max_size=[7]),
     given(Overlay.owners, 4): dict(owners=[5, 0]),
@@ -105,20 +104,15 @@ OF_ANOTHER_TYPE = {
     ),
     DILOCO: dict(outer=["adam"], keep=[3], seed=[0.5]),
     given(wan.Diloco, every=500): dict(plan=[4]),
-    DECOUPLED: dict(addresses=[[1, 2], 5]),
-    given(cgx.Plan.mixed_precision): dict(size_bound=[100000.0], codec=[BY_AXIS]),
+    DECOUPLED: dict(addresses=[5]),
+    given(cgx.Plan.mixed_precision): dict(size_bound=[100000.0]),
     given(cgx.Plan.mixed_precision, axis_name=("a", "b")): dict(codec=[BY_AXIS]),
     FROM_ENV: dict(bits=[4.0]),
-    cgx.Plan: dict(default=["maxmin", {"a": 4}]),
+    cgx.Plan: dict(default=["maxmin"]),
     PLAN: dict(
-        rules=["kernel", ["kernel"], [(3, CODEC)], [("a", CODEC, 1)]],
-        min_size=[1.5],
-        skip_1d=[1],
-        fusion_mb=["64"],
-        leader=[None],
-        strict=[1],
+        rules=["kernel", [("a", CODEC, 1)]], min_size=[1.5], skip_1d=[1], fusion_mb=["64"], leader=[None], strict=[1]
     ),
-    RULE: dict(path=[b"a"], where=["a"], max_size=[1.5], priority=["high"], optional=["yes"]),
+    RULE: dict(where=["a"], max_size=[1.5], priority=["high"], optional=["yes"]),
 }
 
 
