@@ -85,7 +85,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	bench-matrices bench-mpi \
 	bench-overlap bench-patch bench-powersgd \
 	bench-prediction bench-priority bench-publishing bench-pulseloco bench-recipes bench-selection bench-simulation bench-topology bench-training \
-	bench-training-speed bench-wan bench-wan-few
+	bench-training-speed bench-variables bench-wan bench-wan-few
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -389,6 +389,9 @@ bench-matrices: $(INSTALLED) ## train with Adam, Muon and Dion, compressed; cont
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
 	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py
+
+bench-variables: $(INSTALLED) ## measure the first steps with all of GeoMX's variables together
+	@.venv/bin/python benchmarks/variables.py
 
 bench-wan: $(INSTALLED) ## as root, every wide-area technique between data centers; continues after an interruption
 	@.venv/bin/python benchmarks/wan.py

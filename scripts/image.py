@@ -53,6 +53,7 @@ def main():
     if os.geteuid():
         sys.exit("image: run this as root, which can make a root filesystem")
     shutil.rmtree(ROOT, ignore_errors=True)
+    ROOT.mkdir(parents=True)
     matrix.run("mmdebstrap", "--include=python3-venv,python3-dev", "bookworm", ROOT, check=True)
     for path in OF_HOST:
         if pathlib.Path("/", path).is_dir():
