@@ -68,7 +68,7 @@ TRANSFORMERS = {
             "model.dropout": 0.0,
             "schedule.rate": 1e-3,
             "train.batch_size": 32,
-            "train.num_epochs": 8,
+            "train.num_epochs": 24,
         },
         FEW,
         {"cgx4": "22.81 to 22.9"},
