@@ -14,7 +14,6 @@ from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.checks import MOST, as_shape, check_integer, set_field
 from jaxcgx.codecs.base import Codec
@@ -29,10 +28,10 @@ _FEW = 8  # up to this rank, factors are multiplied as a sum of outer products, 
 # The start depends only on the shape, so it is the same on every rank.
 def _start(rank: int, n: int) -> jax.Array:
     """Returns float32[rank, n] in [-1, 1]. Each number is a hash of its position."""
-    x = lax.iota(jnp.uint32, rank * n)
+    x = jax.lax.iota(jnp.uint32, rank * n)
     for factor in (0x7FEB352D, 0x846CA68B):
         x = (x ^ (x >> 16)) * jnp.uint32(factor)
-    return (lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32).astype(jnp.float32) / 2.0**31).reshape(rank, n)
+    return (jax.lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32).astype(jnp.float32) / 2.0**31).reshape(rank, n)
 
 
 def _over(x: jax.Array, size: jax.Array, least: jax.Array | float = _TINY) -> jax.Array:
@@ -108,17 +107,17 @@ class PowerSGD(Codec):
     def left(self, matrix: jax.Array, q: jax.Array) -> jax.Array:
         """Returns the P of a `matrix` float32[m, n] and its `q`."""
         # With the transposition after the product, XLA's matrix product takes half the time on CPUs.
-        return jnp.einsum("mn,rn->mr", matrix, q, precision=lax.Precision.HIGHEST).T
+        return jnp.einsum("mn,rn->mr", matrix, q, precision=jax.lax.Precision.HIGHEST).T
 
     def right(self, matrix: jax.Array, basis: jax.Array) -> jax.Array:
         """Returns the new Q of a `matrix` and its `basis`."""
-        return jnp.einsum("rm,mn->rn", basis, matrix, precision=lax.Precision.HIGHEST)
+        return jnp.einsum("rm,mn->rn", basis, matrix, precision=jax.lax.Precision.HIGHEST)
 
     def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
         """Returns the matrix of the factors `basis` and `q`."""
         if len(q) <= _FEW:
             return cast(jax.Array, sum(p[:, None] * row[None] for p, row in zip(basis, q)))
-        return jnp.einsum("mr,rn->mn", basis.T, q, precision=lax.Precision.HIGHEST)
+        return jnp.einsum("mr,rn->mn", basis.T, q, precision=jax.lax.Precision.HIGHEST)
 
     def result(self, basis: jax.Array, q: jax.Array) -> jax.Array:
         """Returns what a sum returns, of its factors `basis` and `q`."""
@@ -138,14 +137,14 @@ class PowerSGD(Codec):
 
         def project(turn: jax.Array, p: jax.Array) -> jax.Array:
             j = turn // 2
-            x = lax.dynamic_index_in_dim(p, j, 1)
+            x = jax.lax.dynamic_index_in_dim(p, j, 1)
             before = jnp.where(jnp.arange(p.shape[1])[None, :, None] < j, p, 0)
-            along = jnp.einsum("krm,kim->kir", before, x, precision=lax.Precision.HIGHEST)
-            x = x - jnp.einsum("kir,krm->kim", along, before, precision=lax.Precision.HIGHEST)
+            along = jnp.einsum("krm,kim->kir", before, x, precision=jax.lax.Precision.HIGHEST)
+            x = x - jnp.einsum("kir,krm->kim", along, before, precision=jax.lax.Precision.HIGHEST)
             x = _over(x, jnp.linalg.norm(x, axis=-1, keepdims=True), _NOTHING)
-            return lax.dynamic_update_index_in_dim(p, x, j, 1)
+            return jax.lax.dynamic_update_index_in_dim(p, x, j, 1)
 
-        return lax.fori_loop(2, 2 * p.shape[1], project, p)  # the first column needs no projection
+        return jax.lax.fori_loop(2, 2 * p.shape[1], project, p)  # the first column needs no projection
 
 
 @dataclasses.dataclass(frozen=True)

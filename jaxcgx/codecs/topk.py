@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.checks import MOST, check_choice, check_integer, check_number, set_field, unexpected, wrong
 from jaxcgx.codecs.attribute import DENSE, Kind
@@ -65,16 +64,16 @@ class Sampled:
         count = min(n, max(math.ceil(self.share * n), -(-2 * n // k)))
         stride = n // count
         first = random * stride >> 16
-        sample = lax.dynamic_slice(magnitudes, (first,), ((count - 1) * stride + 1,))[::stride]
+        sample = jax.lax.dynamic_slice(magnitudes, (first,), ((count - 1) * stride + 1,))[::stride]
         if self.estimate == "quantile":
-            bits = jnp.minimum(lax.top_k(sample, -(-k * count // n))[0][-1], _FINITE)
+            bits = jnp.minimum(jax.lax.top_k(sample, -(-k * count // n))[0][-1], _FINITE)
         else:
             bits = ieee.bits(_exponential(jnp.minimum(sample, _FINITE), n, k))
         tried = [ieee.as_float(jnp.minimum(bits, _FINITE))]
         for _ in range(self.refinements):
             tried.append(ieee.multiply(tried[-1], jnp.float32(self.lower)))
         tried = ieee.bits(jnp.stack(tried))
-        reached = lax.map(lambda t: (magnitudes >= t).sum(dtype=jnp.int32), tried)
+        reached = jax.lax.map(lambda t: (magnitudes >= t).sum(dtype=jnp.int32), tried)
         enough = (reached >= math.ceil(self.lower * k)).at[-1].set(True)
         return tried[jnp.argmax(enough)]
 
@@ -211,7 +210,7 @@ class TopK(Codec):
         if k in (0, n):
             return jnp.arange(k, dtype=jnp.int32)
         magnitudes = jnp.minimum(ieee.magnitude_bits(x), _NAN)
-        found, indices = lax.top_k(magnitudes, k)
+        found, indices = jax.lax.top_k(magnitudes, k)
         if isinstance(self.select, Sampled) and drawn is not None:
             indices = jnp.where(found >= self.select.threshold(magnitudes, k, drawn[-1]), indices, n)
         return jnp.sort(indices)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from jax import lax
+import jax
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
@@ -48,7 +48,7 @@ def is_bound(names: tuple[Any, ...]) -> bool:
     """Returns whether the caller is inside of shard_map, pmap or vmap over one of the axes."""
     for name in names:
         with contextlib.suppress(NameError):
-            lax.axis_size(name)
+            jax.lax.axis_size(name)
             return True
     return False
 

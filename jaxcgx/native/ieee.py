@@ -9,7 +9,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.typing import ArrayLike
 
@@ -17,11 +16,11 @@ TINY = 2.0**-60
 
 
 def bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def as_float(i: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(i, jnp.float32)
+    return jax.lax.bitcast_convert_type(i, jnp.float32)
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
@@ -30,12 +29,12 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
 
 def shr(i: jax.Array, n: int) -> jax.Array:
     """Returns int32 numbers, shifted right logically."""
-    return lax.shift_right_logical(i, jnp.full_like(i, n))
+    return jax.lax.shift_right_logical(i, jnp.full_like(i, n))
 
 
 def round_even(x: jax.Array) -> jax.Array:
     """Returns the nearest integers, ties to even."""
-    return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jax.lax.round(x, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
 def round_int(x: jax.Array) -> jax.Array:

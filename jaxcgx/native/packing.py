@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.native.layout import runs
 from jaxcgx.typing import DTypeLike
@@ -34,15 +33,15 @@ def _fields(bits: int) -> Iterator[tuple[int, int]]:
 
 def to_bytes(words: jax.Array) -> jax.Array:
     """Returns the words with the last axis as little-endian bytes."""
-    b = lax.bitcast_convert_type(words, jnp.uint8)
+    b = jax.lax.bitcast_convert_type(words, jnp.uint8)
     return b.reshape(*words.shape[:-1], words.shape[-1] * words.dtype.itemsize)
 
 
 def from_bytes(raw: jax.Array, dtype: DTypeLike) -> jax.Array:
     size = jnp.dtype(dtype).itemsize
     if size == 1:
-        return lax.bitcast_convert_type(raw, dtype)
-    return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], raw.shape[-1] // size, size), dtype)
+        return jax.lax.bitcast_convert_type(raw, dtype)
+    return jax.lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], raw.shape[-1] // size, size), dtype)
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
@@ -158,5 +157,5 @@ def from_list(raw: jax.Array, n: int, k: int) -> jax.Array:
         at += k
     if low % 8:
         indices |= unpack(raw[at:], low % 8, k) << low // 8 * 8
-    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), lax.cummax(indices)[:-1]])
+    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), jax.lax.cummax(indices)[:-1]])
     return jnp.where((indices < n) & (indices > before), indices, n)

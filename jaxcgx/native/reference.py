@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.native import ieee
@@ -61,7 +60,9 @@ class Clear(NamedTuple):
 def widen(x: jax.Array) -> jax.Array:
     """Returns a leaf as float32. Denormals are kept."""
     if x.dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16, jnp.float32)
+        return jax.lax.bitcast_convert_type(
+            jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16, jnp.float32
+        )
     return x.astype(jnp.float32)
 
 
@@ -69,7 +70,7 @@ def narrow(x: jax.Array, dtype: DType) -> jax.Array:
     """Returns float32 numbers, rounded to a leaf's dtype. Denormals are kept."""
     if dtype == jnp.float32:
         return x
-    return lax.bitcast_convert_type(to_bits16(x, dtype).astype(jnp.uint16), dtype)
+    return jax.lax.bitcast_convert_type(to_bits16(x, dtype).astype(jnp.uint16), dtype)
 
 
 def to_bits16(x: jax.Array, dtype: DType, noise: jax.Array | None = None) -> jax.Array:
@@ -233,9 +234,9 @@ def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
                     x = from_bytes(codes, dtype)
                 else:
                     x = narrow(layout.codec.decode_buckets(meta, codes, size).reshape(-1), dtype)
-                x = lax.bitcast_convert_type(x, flat[p.leaf].dtype)
+                x = jax.lax.bitcast_convert_type(x, flat[p.leaf].dtype)
                 flat[p.leaf] = flat[p.leaf].at[first : first + count].set(x)
-    return [lax.bitcast_convert_type(x, d).reshape(s) for x, d, s in zip(flat, layout.dtypes, layout.shapes)]
+    return [jax.lax.bitcast_convert_type(x, d).reshape(s) for x, d, s in zip(flat, layout.dtypes, layout.shapes)]
 
 
 def clear(layout: Layout, operands: Clear) -> list[jax.Array]:
@@ -301,7 +302,7 @@ def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool
 
     if encoded:
         chunks = [functools.partial(to_payload, c) for c in range(layout.chunks)]
-        return chunks[0]() if len(chunks) == 1 else lax.switch(operands.where[0], chunks)
+        return chunks[0]() if len(chunks) == 1 else jax.lax.switch(operands.where[0], chunks)
     leaves = [jnp.zeros(n, jnp.float32) for n in layout.sizes]
     for (leaf, first), x in _sums(layout, operands, 0).items():
         leaves[leaf] = leaves[leaf].at[first : first + x.size].set(divided(x))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcgx.checks import wrong
 from jaxcgx.native import registration
@@ -173,8 +172,8 @@ def pieces_of(x: jax.Array, elements: int) -> list[jax.Array]:
 @functools.partial(jax.jit, static_argnums=1)
 def joined(pieces: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
     """Returns an array of pieces, in memory of its own."""
-    words = jnp.concatenate(lax.optimization_barrier([*map(_words, pieces)]))  # or XLA makes them numbers before
-    return _like(jnp.copy(lax.optimization_barrier(words)), jax.ShapeDtypeStruct(shape, pieces[0].dtype))
+    words = jnp.concatenate(jax.lax.optimization_barrier([*map(_words, pieces)]))  # or XLA makes them numbers before
+    return _like(jnp.copy(jax.lax.optimization_barrier(words)), jax.ShapeDtypeStruct(shape, pieces[0].dtype))
 
 
 @numbers()
@@ -246,16 +245,16 @@ def _words(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
-    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
+    return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").reshape(-1)
 
 
 def _like(words: jax.Array, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
     if x.dtype == bool:
         return words.astype(bool).reshape(x.shape)
     if x.dtype.kind != "c":
-        return lax.bitcast_convert_type(words, x.dtype).reshape(x.shape)
-    parts = lax.bitcast_convert_type(words, jnp.finfo(x.dtype).dtype).reshape(*x.shape, 2)
-    return lax.complex(parts[..., 0], parts[..., 1])
+        return jax.lax.bitcast_convert_type(words, x.dtype).reshape(x.shape)
+    parts = jax.lax.bitcast_convert_type(words, jnp.finfo(x.dtype).dtype).reshape(*x.shape, 2)
+    return jax.lax.complex(parts[..., 0], parts[..., 1])
 
 
 # Digests
@@ -264,7 +263,7 @@ def _like(words: jax.Array, x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
 def _digest(words: jax.Array) -> jax.Array:
     width = words.dtype.itemsize
     groups = jnp.pad(words, (0, -words.size % (8 * GROUP // width))).reshape(-1, GROUP, 8 // width)
-    return _sum_of(groups[..., 0] if width == 8 else lax.bitcast_convert_type(groups, jnp.uint64), 0, jnp)
+    return _sum_of(groups[..., 0] if width == 8 else jax.lax.bitcast_convert_type(groups, jnp.uint64), 0, jnp)
 
 
 _digest_of = jax.jit(lambda x: _digest(_words(x)))
@@ -303,7 +302,7 @@ def _encode_block(old: jax.Array, new: jax.Array, n: jax.Array) -> tuple[jax.Arr
     slot = jnp.zeros(most * width, jnp.uint8).at[to].add(jnp.concatenate([value for _, _, value in parts]), mode="drop")
     whole = at.end >= n * width
     head = jnp.where(whole, jnp.array([WHOLE, 0, 0]), jnp.stack(head)).astype(jnp.uint16)
-    return head, jnp.where(whole, lax.bitcast_convert_type(new, jnp.uint8).reshape(-1), slot)
+    return head, jnp.where(whole, jax.lax.bitcast_convert_type(new, jnp.uint8).reshape(-1), slot)
 
 
 def _apply_block(
@@ -340,7 +339,7 @@ def _apply_block(
     new = jnp.where(raw, number(at.raw + _count(raw) * width, width).astype(old.dtype), old + step)
     fits &= (small.sum() == smalls) & (raw.sum() == raws)
     words = slot[: most * width].reshape(most, width)
-    words = words[:, 0] if width == 1 else lax.bitcast_convert_type(words, old.dtype)
+    words = words[:, 0] if width == 1 else jax.lax.bitcast_convert_type(words, old.dtype)
     return jnp.where(whole, words, jnp.where(marks, new, old)), jnp.where(whole, (smalls == 0) & (raws == 0), fits)
 
 
@@ -354,14 +353,14 @@ def _rows(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _encode_in_jnp(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the heads and the slots of all blocks of words."""
     blocks = _rows(old)[0], *_rows(new)
-    heads, slots = lax.map(lambda block: _encode_block(*block), blocks, batch_size=_AT_ONCE)
+    heads, slots = jax.lax.map(lambda block: _encode_block(*block), blocks, batch_size=_AT_ONCE)
     return heads, jnp.pad(slots, ((0, 0), (0, BLOCK * old.dtype.itemsize - slots.shape[1])))
 
 
 def _apply_in_jnp(old: jax.Array, heads: jax.Array, begins: jax.Array, data: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the new words, and whether the bytes of each block fit."""
     blocks = *_rows(old), heads, begins
-    new, fits = lax.map(lambda block: _apply_block(data, *block), blocks, batch_size=_AT_ONCE)
+    new, fits = jax.lax.map(lambda block: _apply_block(data, *block), blocks, batch_size=_AT_ONCE)
     return new.reshape(-1)[: old.size], fits.astype(jnp.uint8)
 
 
@@ -384,7 +383,7 @@ def _choose(kernel: Callable[..., Any], otherwise: Callable[..., Any]) -> Callab
     """Returns a function that is `kernel` on CUDA's GPUs, if this build has it, and `otherwise` on other devices."""
     if not registration.has_cuda():
         return otherwise
-    return lambda *operands: lax.platform_dependent(*operands, cuda=kernel, default=otherwise)
+    return lambda *operands: jax.lax.platform_dependent(*operands, cuda=kernel, default=otherwise)
 
 
 @jax.jit

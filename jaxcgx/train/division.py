@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -136,11 +135,11 @@ class Division:
 
 
 def row(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), tree)
+    return jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), tree)
 
 
 def without_row(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)  # x[0] takes ten times as long to trace
+    return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), tree)  # x[0] takes ten times as long to trace
 
 
 def with_row(state: ExchangeState) -> ExchangeState:
@@ -263,7 +262,7 @@ class OverMesh(Division):
         shardings = self.shardings(specs)
         if self.explicit:
             return jax.sharding.auto_axes(function, out_sharding=shardings)
-        return lambda *args: lax.with_sharding_constraint(function(*args), shardings)
+        return lambda *args: jax.lax.with_sharding_constraint(function(*args), shardings)
 
     def specs_of_state(self, state: PyTree, params: Params, specs: Specs) -> Specs:
         """Returns the specs of an optimizer's state.
@@ -336,7 +335,7 @@ class OverMapped(OverMesh):
         """Returns x, whose first dimensions are sharded over the ranks. The partitioner chooses the others."""
         spec = P(*spec, *[P.UNCONSTRAINED] * (x.ndim - len(spec)))
         mesh = jax.sharding.get_abstract_mesh() if self.explicit else self.mesh
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def like(params: Params, specs: Specs) -> Any:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcgx import _programs
@@ -236,7 +235,7 @@ class Gradient:
 
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, wide(x.dtype)), params)
         first = zeros, given.model_state, plain.model_state
-        (sums, state, keys), (*each, aux) = lax.scan(add, first, jnp.arange(number))
+        (sums, state, keys), (*each, aux) = jax.lax.scan(add, first, jnp.arange(number))
         grads = jax.tree.map(lambda x, p: (x / number).astype(p.dtype), sums, params)
         value, weight = (None if x is None else added(x) / number for x in each)
         assert value is not None

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.transports import base
@@ -37,14 +36,14 @@ class Axes(base.Transport):
 
     @property
     def size(self) -> int:
-        return math.prod(map(lax.axis_size, self.names))
+        return math.prod(map(jax.lax.axis_size, self.names))
 
     @property
     def rank(self) -> jax.Array:
-        return lax.axis_index(self.names)
+        return jax.lax.axis_index(self.names)
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
-        return lax.all_to_all(rows, self.names, 0, 0, tiled=True)
+        return jax.lax.all_to_all(rows, self.names, 0, 0, tiled=True)
 
     @property
     def at_once(self) -> bool:
@@ -59,7 +58,7 @@ class Axes(base.Transport):
     def all_gather(self, row: jax.Array) -> jax.Array:
         rows = row
         for names in [self.names] if self.at_once else [(n,) for n in reversed(self.names)]:
-            rows = lax.all_gather(rows, names)
+            rows = jax.lax.all_gather(rows, names)
         return rows.reshape(self.size, *row.shape)
 
     def permute(self, row: jax.Array, pairs: base.Pairs) -> jax.Array:
@@ -67,23 +66,23 @@ class Axes(base.Transport):
         if not self.at_once or not (self.on_mesh or len(pairs) == self.size):
             return super().permute(row, pairs)
         if len(self.names) == 1:
-            return lax.ppermute(row, self.names, list(pairs))
-        # lax.ppermute numbers the ranks of several axes in the order of the mesh, whatever the order of the names. All
+            return jax.lax.ppermute(row, self.names, list(pairs))
+        # ppermute numbers the ranks of several axes in the order of the mesh, whatever the order of the names. All
         # other collectives number them in the order of the names.
         order = jax.sharding.get_abstract_mesh().axis_names
         names = tuple(sorted(self.names, key=order.index))
-        ranks = np.arange(self.size).reshape([lax.axis_size(name) for name in self.names])
+        ranks = np.arange(self.size).reshape([jax.lax.axis_size(name) for name in self.names])
         place = np.argsort(ranks.transpose([self.names.index(name) for name in names]).reshape(-1)).tolist()
-        return lax.ppermute(row, names, [(place[sender], place[receiver]) for sender, receiver in pairs])
+        return jax.lax.ppermute(row, names, [(place[sender], place[receiver]) for sender, receiver in pairs])
 
     def shift(self, row: jax.Array) -> jax.Array:
         return self.permute(row, [(r, (r + 1) % self.size) for r in range(self.size)])
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
-        return lax.psum(x, self.names)
+        return jax.lax.psum(x, self.names)
 
     def plain_pmean(self, x: jax.Array) -> jax.Array:
-        return lax.pmean(x, self.names)
+        return jax.lax.pmean(x, self.names)
 
     def plain_psum_scatter(self, x: jax.Array, scatter_dimension: int, tiled: bool) -> jax.Array:
         if tiled and x.shape[scatter_dimension] == 0:  # XLA scatters no slices without elements
@@ -91,11 +90,11 @@ class Axes(base.Transport):
         if _compat.reduce_scatter_is_wrong() or not self.at_once:
             # An all_to_all of XLA, also over Tcp, because it has derivatives
             return base.Transport.plain_psum_scatter(Axes(self.names), x, scatter_dimension, tiled)
-        return lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
+        return jax.lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
 
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
         if tiled and x.shape[axis] == 0:  # XLA gathers no slices without elements
-            return _compat.vary_over(x, self.names) if to == "varying" else lax.psum(x, self.names)
+            return _compat.vary_over(x, self.names) if to == "varying" else jax.lax.psum(x, self.names)
         if not self.at_once:
             return base.join_rows(self.all_gather(x), axis, tiled)
         if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
@@ -104,13 +103,13 @@ class Axes(base.Transport):
         return _compat.all_gather(x, self.names, axis=axis, tiled=tiled, to=to)
 
     def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
-        if not tiled and split_axis != concat_axis:  # lax.all_to_all fails in its derivative
+        if not tiled and split_axis != concat_axis:  # jax.lax.all_to_all fails in its derivative
             return base.Transport.plain_all_to_all(Axes(self.names), x, split_axis, concat_axis, tiled=tiled)
-        return lax.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
+        return jax.lax.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
 
     def plain_pbroadcast(self, x: jax.Array, source: int, to: str) -> jax.Array:
-        # lax.pbroadcast is for GPUs alone. This is what its documentation says that it is equivalent to.
-        total = lax.psum(jnp.where(self.rank == source, x, jnp.zeros_like(x)), self.names).astype(x.dtype)
+        # jax.lax.pbroadcast is for GPUs alone. This is what its documentation says that it is equivalent to.
+        total = jax.lax.psum(jnp.where(self.rank == source, x, jnp.zeros_like(x)), self.names).astype(x.dtype)
         return total if to == "invarying" else _compat.vary_over(total, self.names)
 
     def plain_ppermute(self, x: jax.Array, pairs: base.Pairs) -> jax.Array:
@@ -119,7 +118,7 @@ class Axes(base.Transport):
 
 def split(names: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Returns (the outermost axis with several ranks, all others)."""
-    outer = next((name for name in names if lax.axis_size(name) > 1), names[0])
+    outer = next((name for name in names if jax.lax.axis_size(name) > 1), names[0])
     return outer, tuple(name for name in names if name != outer)
 
 
@@ -159,7 +158,7 @@ class AxesLeaders(base.Leaders):
 
     def all_gather(self, row: jax.Array) -> jax.Array:
         rows = self._collect(lambda d: self._send(row, d))
-        return lax.psum(jnp.where(self.speaks, rows, 0).astype(row.dtype), self.inner.names)
+        return jax.lax.psum(jnp.where(self.speaks, rows, 0).astype(row.dtype), self.inner.names)
 
     def shift(self, row: jax.Array) -> jax.Array:
         return self._send(row, 1)

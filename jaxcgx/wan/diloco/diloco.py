@@ -6,7 +6,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _programs
@@ -332,7 +331,7 @@ class Turn:
         moved = self._moved(outer, own, state)
         mean, begun, done = self._arrived(outer, state)
         after, done = self._move(outer, done, mean, begun & finite(mean))
-        part = jax.tree_util.tree_map(lambda d: d / lax.axis_size(self.net.names[0]), moved)
+        part = jax.tree_util.tree_map(lambda d: d / jax.lax.axis_size(self.net.names[0]), moved)
         ahead, *_ = outer_step(self.how.optimizer, after, done.shared.outer, part)
         start = choose(finite(moved), ahead, after)
         done = self.begin(outer, own, done)
@@ -353,7 +352,7 @@ class Turn:
         """Begins an exchange of the outer gradients `moved`. Returns what `_receive` needs."""
         residuals, shared = state.own.residuals, state.shared
         if inner := self.net.names[1:]:
-            first = lax.axis_index(inner) == 0
+            first = jax.lax.axis_index(inner) == 0
             of_first = lambda tree: jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), tree)
             moved, residuals = of_first(moved), residuals if self.how.alone else of_first(residuals)
         moved, residuals, unseen = self._split(outer, moved, residuals)
@@ -369,7 +368,7 @@ class Turn:
             return moved, residuals, None
         total = each(lambda d, r: d if r is None else d + r, moved, residuals)
         # XLA drops a conversion there and back, so that a comparison of values could see all bits of float32.
-        bits = lambda x: lax.bitcast_convert_type(x.astype(dtype), jnp.uint16)
+        bits = lambda x: jax.lax.bitcast_convert_type(x.astype(dtype), jnp.uint16)
         beyond = lambda x: jnp.abs(wide(x)) > float(jnp.finfo(dtype).max)  # only infinity in float16
         seen = lambda t, x: jnp.where((bits(wide(x) - t) != bits(x)) | beyond(x), t, 0)
         sent = each(lambda t, x, r: t if r is None else seen(t, x), total, outer, residuals)
@@ -385,9 +384,9 @@ class Turn:
         if unseen is not None:
             residuals = each(jnp.add, residuals, unseen)
         if inner := self.net.names[1:]:
-            ranks = lax.axis_size(inner)
+            ranks = jax.lax.axis_size(inner)
             mean = each(lambda x: x * ranks, mean)
-            residuals = residuals if self.how.alone else each(lambda r: lax.psum(r, inner), residuals)
+            residuals = residuals if self.how.alone else each(lambda r: jax.lax.psum(r, inner), residuals)
         if self.how.decay != 1:
             residuals = each(lambda r: self.how.decay * r, residuals)
         new, old = (residuals, carry.factors, shared.number + 1), (own.residuals, shared.factors, shared.number)
@@ -410,7 +409,7 @@ class Turn:
             waiting = jax.tree_util.tree_map(jnp.zeros_like, own.waiting)
             return mean, ExchangeState(done.own._replace(waiting=waiting), done.shared)
 
-        mean, state = lax.cond(own.waiting.begun, receive, lambda: (none, state))
+        mean, state = jax.lax.cond(own.waiting.begun, receive, lambda: (none, state))
         return mean, own.waiting.begun, state
 
     def _move(
