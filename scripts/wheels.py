@@ -96,10 +96,12 @@ def wheel(source, version, python, settings, machine):
         matrix.start_from(other, build)
     settings = {"build-dir": build} | {f"cmake.define.{name}": value for name, value in settings.items()}
     given = [f"--config-settings={name}={value}" for name, value in settings.items()]
-    with mock.patch.dict(os.environ, names_of(version, machine) if machine != platform.machine() else {}):
+    foreign = machine != platform.machine()
+    with mock.patch.dict(os.environ, names_of(version, machine) if foreign else {}):
         matrix.pip(builder, "wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", folder, *given)
     (plain,) = folder.glob("*.whl")
-    named = ["--plat", f"manylinux_{GLIBC.replace('.', '_')}_{machine}"] if with_zig else []
+    # For another machine auditwheel takes no name, and finds one itself.
+    named = ["--plat", f"manylinux_{GLIBC.replace('.', '_')}_{machine}"] if with_zig and not foreign else []
     repair = [builder.parent / "auditwheel", "repair", *named, "--wheel-dir", folder / "named", plain]
     matrix.run(*repair, check=True, env=os.environ | {"PATH": cuda.path_for(builder)})
     (named,) = (folder / "named").glob("*.whl")
