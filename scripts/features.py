@@ -15,9 +15,9 @@ GPUS, ABSENT = "GPUs", ""  # in place of a test
 NO_TEST = {GPUS: "needs several GPUs", ABSENT: "not here"}
 HEAD = """# Where each of their features is
 
-This page has a row for each statement of the documentation of CGX, of Bagua's ByteGrad, of Deep Gradient Compression
-and of GeoMX, in its order: what it says, where that is in jaxcgx, and the tests that run it. `make ...` is a suite that
-takes long. A row without a test *needs several GPUs*, or is about something that is *not here*, and says why.
+This page says where jaxcgx has each feature of CGX, of Bagua's ByteGrad, of Deep Gradient Compression and of GeoMX.
+Each row has a statement of their documentation, in its order, the place in jaxcgx, and the tests that run it.
+`make ...` is a long suite. A row without a test *needs several GPUs*. The [glossary](glossary.md) explains words.
 """
 
 
