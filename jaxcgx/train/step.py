@@ -1,5 +1,6 @@
 """A training step: jit, donation, and the order of the other rooms."""
 
+import collections
 import dataclasses
 import functools
 import warnings
@@ -125,7 +126,7 @@ class Training:
 
         spec = self.model_state.spec(division.rows)
         make = jax.jit(make, out_shardings=(None, division.shardings(spec), None, None, None))
-        params = jax.device_put(params, division.shardings(placed[0]))
+        params = put(params, division.shardings(placed[0]))
         *found, lost = make(params, put(model_state, division.shardings(P())))
         return TrainState(*found, pending=None, lost=lost)
 
@@ -242,11 +243,16 @@ def as_arrays(argument: str, tree: PyTree) -> PyTree:
     return jax.tree.map_with_path(lambda path, x: check(x, path), tree)
 
 
-def put(state: PyTree, sharding: Any) -> PyTree:
-    """Returns the state on all devices. jax.device_put can't put random keys on other processes' devices, but words."""
+def put(state: PyTree, shardings: Any) -> PyTree:
+    """Returns the state on all devices."""
+    # jax.device_put can't put random keys on other processes' devices, but words. It also compares what the processes
+    # pass, and can't do that if they have different numbers of devices.
     words = jax.tree.map(lambda x: x if addable(x) else jax.random.key_data(x), state)
     wrap = lambda x, key: x if addable(key) else jax.random.wrap_key_data(x, impl=jax.random.key_impl(key))
-    return jax.tree.map(wrap, jax.device_put(words, sharding), state)
+    numbers = collections.Counter(device.process_index for device in jax.devices()).values()
+    if len(set(numbers)) > 1:
+        words = jax.jit(lambda x: x, out_shardings=shardings)(words)
+    return jax.tree.map(wrap, jax.device_put(words, shardings), state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
