@@ -1,5 +1,6 @@
 // The native operations on a GPU. They give the same bytes as cpu/cpu.h. A call only launches kernels: it does not
-// allocate, copy or synchronize. So it can run on a stream that is captured into a CUDA graph.
+// allocate, copy or synchronize. So it can run on a stream that is captured into a CUDA graph. Its kernels should be
+// loaded before (Loading).
 //
 // Leaves, residuals, payloads, `where`, `keys` and the workspace are in device memory. The arrays of pointers to leaves
 // and residuals, and leaf_ids, are in host memory and are read only during the call. Payloads and the workspace are
@@ -9,6 +10,8 @@
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include <utility>
 
 #include "codec/operations.h"
 #include "codec/patch.h"
@@ -78,6 +81,16 @@ Status apply_patch(const PatchApply& args, cudaStream_t stream);
 
 // The number of kernels that this host thread has launched.
 inline thread_local uint64_t launched = 0;
+// While one lives, this host thread's launches only load their kernels. CUDA loads a kernel when it is first used. In a
+// launch, that may wait until another kernel has ended.
+class Loading {
+ public:
+  ~Loading() { now = before_; }
+  static inline thread_local bool now = false;
+
+ private:
+  const bool before_ = std::exchange(now, true);
+};
 Status launch_nothing(cudaStream_t stream);
 
 // Runs an operation. If it launches no kernel, launches an empty one. Otherwise capturing the call would make an empty

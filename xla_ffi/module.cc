@@ -35,6 +35,17 @@ nb::capsule capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
+#ifdef JAXCGX_CUDA
+// A handler that launches kernels, and `kLoaded`, the one whose kernels are loaded first.
+template <XLA_FFI_Handler* kHandler, XLA_FFI_Handler* kLoaded = kHandler>
+nb::dict stages() {
+  nb::dict all;
+  all["initialize"] = capsule(jaxcgx::load<kLoaded>);
+  all["execute"] = capsule(kHandler);
+  return all;
+}
+#endif
+
 template <class T>
 T value_of(jaxcgx::Or<T> value) {
   if (const auto* failure = std::get_if<jaxcgx::Failure>(&value)) throw std::runtime_error(failure->what);
@@ -181,15 +192,16 @@ NB_MODULE(_native, m) {
         platforms["cpu"] = cpu;
 #ifdef JAXCGX_CUDA
         nb::dict cuda;
-        cuda["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cuda);
-        cuda["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cuda);
-        cuda["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cuda);
-        cuda["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cuda);
-        cuda["jaxcgx_patch_encode"] = capsule(jaxcgx::jaxcgx_patch_encode_cuda);
-        cuda["jaxcgx_patch_apply"] = capsule(jaxcgx::jaxcgx_patch_apply_cuda);
+        cuda["jaxcgx_encode"] = stages<jaxcgx::jaxcgx_encode_cuda>();
+        cuda["jaxcgx_decode"] = stages<jaxcgx::jaxcgx_decode_cuda>();
+        cuda["jaxcgx_reduce"] = stages<jaxcgx::jaxcgx_reduce_cuda>();
+        cuda["jaxcgx_clear"] = stages<jaxcgx::jaxcgx_clear_cuda>();
+        cuda["jaxcgx_patch_encode"] = stages<jaxcgx::jaxcgx_patch_encode_cuda>();
+        cuda["jaxcgx_patch_apply"] = stages<jaxcgx::jaxcgx_patch_apply_cuda>();
         cuda["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cuda);
-        cuda["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cuda);
-        cuda["jaxcgx_tcp_allreduce_end"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_end_cuda);
+        cuda["jaxcgx_tcp_allreduce"] = stages<jaxcgx::jaxcgx_tcp_allreduce_cuda, jaxcgx::jaxcgx_tcp_allreduce_load>();
+        cuda["jaxcgx_tcp_allreduce_end"] =
+            stages<jaxcgx::jaxcgx_tcp_allreduce_end_cuda, jaxcgx::jaxcgx_tcp_allreduce_load>();
         cuda["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cuda);
         cuda["jaxcgx_tcp_exchange_begin"] = capsule(jaxcgx::jaxcgx_tcp_exchange_begin_cuda);
         cuda["jaxcgx_tcp_exchange_end"] = capsule(jaxcgx::jaxcgx_tcp_exchange_end_cuda);
@@ -197,7 +209,7 @@ NB_MODULE(_native, m) {
 #endif
         return platforms;
       },
-      "FFI handlers by platform and target name.");
+      "FFI handlers by platform and target name, those with several stages as dictionaries.");
   m.def(
       "build_info",
       [] {

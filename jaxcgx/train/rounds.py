@@ -233,7 +233,7 @@ class CentersTraining:
 
         make = self.ranks.over(of_rank, P(), self.specs)
         replicated = self.ranks.shardings(P())
-        return jax.jit(make)(jax.device_put(params, replicated), put(model_state, replicated))
+        return jax.jit(make)(*put((params, model_state), replicated))
 
     def step(self, state: TrainState, batch: Batch, key: Key | None = None) -> tuple[TrainState, Metrics]:
         """A step of all centers, with all acts in conditionals."""

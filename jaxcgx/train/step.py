@@ -1,5 +1,6 @@
 """A training step: jit, donation, and the order of the other rooms."""
 
+import collections
 import dataclasses
 import functools
 import warnings
@@ -125,8 +126,7 @@ class Training:
 
         spec = self.model_state.spec(division.rows)
         make = jax.jit(make, out_shardings=(None, division.shardings(spec), None, None, None))
-        params = jax.device_put(params, division.shardings(placed[0]))
-        *found, lost = make(params, put(model_state, division.shardings(P())))
+        *found, lost = make(put(params, division.shardings(placed[0])), put(model_state, division.shardings(P())))
         return TrainState(*found, pending=None, lost=lost)
 
     def step(self, state: TrainState, batch: Batch, key: Key | None = None) -> tuple[TrainState, Metrics]:
@@ -196,18 +196,15 @@ class Training:
 
     def _skipped(self, params: Params) -> PyTree:
         """Returns for each parameter whether it is frozen. All plans of a schedule skip the same parameters."""
-        shards = self.division.shards(params)
-        if self.exchange.plan is None:  # it makes its own plan, which skips nothing
+        shards, plan = self.division.shards(params), self.exchange.plan
+        if plan is None:  # the exchange makes its own plan, which skips nothing
             return jax.tree.map(lambda _: False, shards)
-        plan = self.exchange.plan
         plan = plan if isinstance(plan, Plan) else next(iter(plan.values()))
         return Routes.of(OP, plan, shards, argument="exchange").skipped
 
     def _noise(self, state: TrainState) -> Key | None:
-        if not self.division.noisy:
-            return None
         shared = state.exchange.shared
-        return fold(shared.key, shared.count, GATHERED)
+        return fold(shared.key, shared.count, GATHERED) if self.division.noisy else None
 
     def _check_state(self, state: TrainState) -> None:
         check_train_state(state)
@@ -217,8 +214,7 @@ class Training:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""
         for path, x in jax.tree.leaves_with_path(trained):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
-                rule = f'rules=[("{spell_path(path)}", jaxcgx.Skip())]'
-                remedy = f"freeze it: pass jaxcgx.Plan(codec, {rule})"
+                remedy = f'freeze it: pass jaxcgx.Plan(codec, rules=[("{spell_path(path)}", jaxcgx.Skip())])'
                 expected = "parameters of floating point where they are trained"
                 raise wrong("train.init", "params", expected, spell_array(x), remedy, path=path)
         axes = [(name, self.division.mesh.shape[name]) for name in self.division.names]
@@ -242,11 +238,14 @@ def as_arrays(argument: str, tree: PyTree) -> PyTree:
     return jax.tree.map_with_path(lambda path, x: check(x, path), tree)
 
 
-def put(state: PyTree, sharding: Any) -> PyTree:
+def put(state: PyTree, shardings: Any) -> PyTree:
     """Returns the state on all devices. jax.device_put can't put random keys on other processes' devices, but words."""
     words = jax.tree.map(lambda x: x if addable(x) else jax.random.key_data(x), state)
     wrap = lambda x, key: x if addable(key) else jax.random.wrap_key_data(x, impl=jax.random.key_impl(key))
-    return jax.tree.map(wrap, jax.device_put(words, sharding), state)
+    # It compares what the processes pass, which it can't do if they have different numbers of devices.
+    if len({*collections.Counter(device.process_index for device in jax.devices()).values()}) > 1:
+        words = jax.jit(lambda x: x, out_shardings=shardings)(words)
+    return jax.tree.map(wrap, jax.device_put(words, shardings), state)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -43,6 +43,17 @@ class Shifted {
 
 inline void check(const cuda::Status& s) { CHECK(s.call == nullptr, s.call == nullptr ? "" : s.call); }
 
+// Loads the kernels of an operation, as before a program begins, then runs it. Emulators launch no others.
+template <class Args>
+void run(cuda::Status (*operation)(const Args&, cudaStream_t), const std::common_type_t<Args>& args) {
+  CHECK(cudaDeviceReset() == cudaSuccess, "cudaDeviceReset");
+  {
+    const cuda::Loading loading;
+    check(cuda::run(operation, args, nullptr));
+  }
+  check(cuda::run(operation, args, nullptr));
+}
+
 struct Case {
   Codec codec;
   std::vector<Leaf> shapes;
@@ -102,10 +113,9 @@ inline void compare(const Case& k, Random& r) {
   const auto& results = in_place ? old : apart;
   const Memory expected = encode(m, one_thread(), 0xAB, k.feedback ? &lost : nullptr);
   const Memory payload(static_cast<int64_t>(expected.size()), 0x54);
-  check(cuda::encode({l, k.batch, leaves.pointers<const void>().data(), m.ids.data(), m.keys.data(),
-                      k.feedback ? old.pointers<const float>().data() : nullptr,
-                      k.feedback ? results.pointers<float>().data() : nullptr, payload.data(), work(0, true).data()},
-                     nullptr));
+  run(cuda::encode, {l, k.batch, leaves.pointers<const void>().data(), m.ids.data(), m.keys.data(),
+                     k.feedback ? old.pointers<const float>().data() : nullptr,
+                     k.feedback ? results.pointers<float>().data() : nullptr, payload.data(), work(0, true).data()});
   // Raw elements with feedback may be the NaN of a sum.
   const auto same_raw = [&] {
     if (!is_lossless(k.codec.kind))
@@ -124,14 +134,14 @@ inline void compare(const Case& k, Random& r) {
   const auto compare_decoded = [&](const Memory& from, const char* what) {
     const std::vector<Memory> right = decode(l, k.batch, from, one_thread());
     const Shifted out(garbage(nullptr), sizes, k.shift);
-    check(cuda::decode({l, k.batch, from.data(), out.pointers<void>().data(), work(1, false).data()}, nullptr));
+    run(cuda::decode, {l, k.batch, from.data(), out.pointers<void>().data(), work(1, false).data()});
     for (size_t i = 0; i < right.size(); ++i)
       CHECK(same_numbers(k.shapes[i].dtype, out.copy(i), right[i]), what + context);
     if (!is_sparse(k.codec.kind)) return;
     const std::vector<Memory> cleared = copies(m.leaves);
     const Shifted clear(m.leaves, sizes, k.shift);
     cpu::clear({l, k.batch, from.data(), pointers<void>(cleared).data()}, one_thread());
-    check(cuda::clear({l, k.batch, from.data(), clear.pointers<void>().data(), work(1, false).data()}, nullptr));
+    run(cuda::clear, {l, k.batch, from.data(), clear.pointers<void>().data(), work(1, false).data()});
     for (size_t i = 0; i < cleared.size(); ++i) CHECK(clear.copy(i) == cleared[i], "clear " + (what + context));
   };
   compare_decoded(expected, "decode ");
@@ -156,10 +166,9 @@ inline void compare(const Case& k, Random& r) {
   const auto ranks = " ranks " + std::to_string(k.ranks) + " divisor " + std::to_string(divisor) + (own ? " own" : "");
   const auto own_leaves = leaves.pointers<const void>();
   const auto reduce = [&](float* const* to, uint8_t* to_payload, float* const* residuals) {
-    check(cuda::reduce(
+    run(cuda::reduce,
         {l, k.batch, k.ranks, payloads.data(), where.data(), own ? own_leaves.data() : nullptr, divisor, to, to_payload,
-         residuals, m.ids.data(), m.keys.data(), work(k.ranks, to_payload != nullptr).data()},
-        nullptr));
+         residuals, m.ids.data(), m.keys.data(), work(k.ranks, to_payload != nullptr).data()});
   };
   const Memory reduced(k.batch * of_sum(l, k.ranks).chunk_bytes, 0x54);
   lost = copies(m.residuals);

@@ -12,8 +12,7 @@ Memory workspace_after(const Message& m) {
   const Memory payload(l.chunk_bytes, 0x54);
   Memory work(cuda::workspace_bytes(l, 1, 0, true));
   const auto leaves = pointers<const void>(m.leaves);
-  check(cuda::encode({l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()},
-                     nullptr));
+  run(cuda::encode, {l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()});
   CHECK(payload == encode(m, one_thread()), describe(l));
   return work;
 }

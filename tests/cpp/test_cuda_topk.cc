@@ -54,28 +54,29 @@ void large() {
 // Pieces whose sample misleads, and equal magnitudes: the bytes are those of the CPU.
 void misleading() {
   Random r{3};
-  const auto run = [&](const Codec& c, auto number, int64_t n = 5000) {
+  const auto encoded = [&](const Codec& c, auto number, int64_t n = 5000) {
     Message m(c, {{n, DType::kF32}}, 1, 1, r);
     for (int64_t i = 0; i < n; ++i) m.leaves[0].floats()[i] = number(i);
     const Layout& l = m.layout;
     const Memory expected = encode(m, one_thread()), payload(l.chunk_bytes, 0x54),
                  work(cuda::workspace_bytes(l, 1, 0, true));
     const auto leaves = pointers<const void>(m.leaves);
-    check(cuda::encode(
-        {l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()}, nullptr));
+    run(cuda::encode,
+        {l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()});
     CHECK(payload == expected, describe(l));
   };
   for (const Select select : kSelections) {
     Codec c = topk(0.02, select, kRaw);
     c.sparse.share = 0.04, c.sparse.lower = 0.9, c.sparse.refinements = 20;
-    run(c,
-        [&](int64_t i) { return i % 25 == 3 ? r.uniform() : 1e-3f * r.uniform(); });  // a stride may have this period
-    run(c, [&](int64_t i) { return i < 80 ? 3.0f * r.uniform() : 1e-5f * r.uniform(); });
-    run(c, [&](int64_t i) { return i % 3 == 0 ? -0.5f : 0.5f; });
-    run(c, [&](int64_t i) { return i % 200 == 0 ? 1e-44f * static_cast<float>(i / 200) : 0.0f; });
+    encoded(c, [&](int64_t i) {
+      return i % 25 == 3 ? r.uniform() : 1e-3f * r.uniform();
+    });  // a stride may have this period
+    encoded(c, [&](int64_t i) { return i < 80 ? 3.0f * r.uniform() : 1e-5f * r.uniform(); });
+    encoded(c, [&](int64_t i) { return i % 3 == 0 ? -0.5f : 0.5f; });
+    encoded(c, [&](int64_t i) { return i % 200 == 0 ? 1e-44f * static_cast<float>(i / 200) : 0.0f; });
   }
   // More equal magnitudes than a thread block's list has room for.
-  run(topk(0.1, Select::kExact, kRaw), [&](int64_t i) { return i % 6 == 0 ? 0.5f : 0.4f * r.uniform(); }, 34000);
+  encoded(topk(0.1, Select::kExact, kRaw), [&](int64_t i) { return i % 6 == 0 ? 0.5f : 0.4f * r.uniform(); }, 34000);
 }
 
 // Lists that no encoder writes: runs of ones that cross from one stretch into the next, with unordered indices.
@@ -91,7 +92,7 @@ void any_list() {
     const std::vector<Memory> right = decode(l, 1, payload, one_thread());
     const Memory out(20000 * 4, 0x54), work(cuda::workspace_bytes(l, 1, 1, false));
     void* leaf = out.data();
-    check(cuda::decode({l, 1, payload.data(), &leaf, work.data()}, nullptr));
+    run(cuda::decode, {l, 1, payload.data(), &leaf, work.data()});
     CHECK(out == right[0], "zeros " + std::to_string(zeros));
   }
 }
@@ -108,9 +109,8 @@ void nowhere() {
     const Memory payload(sum.chunk_bytes, 0x54), work(cuda::workspace_bytes(l, 1, 2, true), 0x54);
     const int32_t where[2] = {rank ? 1 : 2, rank ? 7 : 0};
     float* const residuals[1] = {residual.floats()};
-    check(cuda::reduce({l, 1, 2, payloads.data(), where, rank ? own.data() : nullptr, 1.0f, nullptr, payload.data(),
-                        residuals, m.ids.data(), m.keys.data(), work.data()},
-                       nullptr));
+    run(cuda::reduce, {l, 1, 2, payloads.data(), where, rank ? own.data() : nullptr, 1.0f, nullptr, payload.data(),
+                       residuals, m.ids.data(), m.keys.data(), work.data()});
     CHECK(residual == old, "residuals");
     Memory message(2 * sum.chunk_bytes, 0);
     std::memcpy(message.data() + (rank ? sum.chunk_bytes : 0), payload.data(), payload.size());
@@ -131,11 +131,10 @@ void nothing() {
     const Layout l(topk(0.5, Select::kExact, kRaw), shapes, 3);
     for (const int64_t batch : {0, 1}) {
       CHECK(cuda::workspace_bytes(l, batch, 2, true) == 0, "workspace");
-      check(cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr));
-      check(cuda::decode({l, batch, nullptr, out, nullptr}, nullptr));
-      check(cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr},
-                         nullptr));
-      check(cuda::clear({l, batch, nullptr, out, nullptr}, nullptr));
+      run(cuda::encode, {l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr});
+      run(cuda::decode, {l, batch, nullptr, out, nullptr});
+      run(cuda::reduce, {l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr});
+      run(cuda::clear, {l, batch, nullptr, out, nullptr});
     }
   }
 }

@@ -185,6 +185,7 @@ std::string on_gpu(const Asked& k, const std::shared_ptr<Net>& net, int64_t proc
   const Streams streams{{stream, later}};
   tcp::Allreduce sum = r.sum(k, process, tcp::pinned_workspaces());
   sum.device = std::make_shared<tcp::Gpu>(static_cast<int32_t>(process), stream);
+  check(tcp::Gpu::load(r.m.layout, k.batch, two_shot, k.feedback));
   options.ready();
   auto [running, trouble] = tcp::Gpu::begin(
       net, group(first(k.ranks), process), std::move(sum),

@@ -5,10 +5,8 @@
 #include <memory>
 #include <random>
 
-#include "check.h"
-#include "cpu/kernels.h"
 #include "cpu/patch.h"
-#include "cuda/cuda.h"
+#include "cuda_message.h"
 
 using namespace jaxcgx;
 using Bytes = std::vector<uint8_t>;
@@ -18,8 +16,7 @@ std::pair<Bytes, Bytes> encode_by_cuda(const cpu::PatchLeaf& x) {
   const auto count = static_cast<size_t>(cpu::patch_blocks(x)), slot = static_cast<size_t>(kPatchBlock * x.width);
   std::vector<PatchHead> heads(count);
   Bytes slots(count * slot, 0xCD), blocks;
-  const cuda::Status status = cuda::encode_patch({x.words, x.width, x.old, x.now, heads.data(), slots.data()}, nullptr);
-  CHECK(status.call == nullptr, "encode");
+  test::run(cuda::encode_patch, {x.words, x.width, x.old, x.now, heads.data(), slots.data()});
   for (size_t i = 0; i < count; ++i) {
     const int64_t n = std::min(kPatchBlock, x.words - static_cast<int64_t>(i) * kPatchBlock);
     const auto first = slots.begin() + static_cast<int64_t>(i * slot);
@@ -43,9 +40,7 @@ bool apply_by_cuda(const cpu::PatchLeaf& x, void* words) {
   if (end != static_cast<int64_t>(x.blocks.size())) return false;
   Bytes fits(heads.size(), 0xCD);
   const auto* const blocks = reinterpret_cast<const uint8_t*>(x.blocks.data());
-  const cuda::Status status = cuda::apply_patch(
-      {x.words, x.width, words, heads.data(), begins.data(), blocks, end, words, fits.data()}, nullptr);
-  CHECK(status.call == nullptr, "apply");
+  test::run(cuda::apply_patch, {x.words, x.width, words, heads.data(), begins.data(), blocks, end, words, fits.data()});
   return std::find(fits.begin(), fits.end(), 0) == fits.end();
 }
 

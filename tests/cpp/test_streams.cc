@@ -48,6 +48,8 @@ std::vector<unsigned> mixed(const std::vector<unsigned>& from, unsigned x) {
 }
 cudaError_t launch_mix(const unsigned* from, unsigned* to, unsigned x, unsigned blocks, cudaStream_t stream) {
   cudaLaunchConfig_t config = {dim3(blocks), dim3(kThreads), 0, stream, nullptr, 0};
+  cudaFuncAttributes unused;
+  cudaFuncGetAttributes(&unused, mix);
   return cudaLaunchKernelEx(&config, mix, from, to, x);
 }
 

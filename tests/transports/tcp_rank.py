@@ -3,6 +3,8 @@
     python tcp_rank.py ACTION PORT RANK PROCESSES
 
 - digests: two processes with two devices each run every collective over Tcp. They print digests of the results.
+- uneven: two processes with one and three devices run a few of these collectives, and train. They also print the first
+  rows of the parameters after two steps without compression.
 - others: four processes print what `explain` reports (only rank 1), the events of means that cross programs, and what
   overlays do.
 - die, stay_away, raise, differ: the others sum and print their error. Meanwhile the last process kills itself while a
@@ -492,13 +494,13 @@ def digests(tree):
     return {rank: digest.hexdigest() for rank, digest in found.items()}
 
 
-def everything(tcp):
+def collectives(tcp, all_cases=CASES):
     """Returns {case: digests}, over Tcp or over the plain axes. All cases of a mesh are one program."""
     results = {}
-    for axes in "data", BOTH, ACROSS:
+    for axes in {case[1]: None for case in all_cases.values()}:
         mesh = the_mesh("data") if axes == "data" else the_mesh(*BOTH)
         marked = {"data": TCP, BOTH: BETWEEN, ACROSS: tuple(map(cgx.Tcp, ACROSS))}[axes] if tcp else axes
-        cases = {name: case for name, case in CASES.items() if case[1] == axes}
+        cases = {name: case for name, case in all_cases.items() if case[1] == axes}
         inputs = {
             name: {leaf: array(mesh, *what, [len(name), i]) for i, (leaf, what) in enumerate(case[0].items())}
             for name, case in cases.items()
@@ -508,11 +510,15 @@ def everything(tcp):
             .lower(inputs)
             .compile()
         )
-        for target in "jaxcgx_tcp_exchange", "jaxcgx_tcp_allreduce":
-            assert (target in program.as_text()) == tcp
+        assert ("jaxcgx_tcp_allreduce" in program.as_text()) == tcp
         jax.block_until_ready(program(inputs))
         found = jax.block_until_ready(program(inputs))  # JAX handles the second call differently
         results |= {name: digests(each) for name, each in found.items()}
+    return results
+
+
+def everything(tcp):
+    results = collectives(tcp)
     for name, options in TRAINED.items():
         results[name] = train(TCP if tcp else "data", late=tcp and name in LATE, **options)
     with unittest.mock.patch.object(differential, "LEVELS", 2):  # fewer sizes are compiled sooner
@@ -525,6 +531,17 @@ def everything(tcp):
     assert ("all_reduce" in asked.lower(*given).as_text()) != tcp
     results["value_and_grad"] = digests(asked(*given))
     return results | crossing(tcp)
+
+
+# With the sums of a hierarchy whose inner axis is between processes for some ranks, and inside one for others.
+IN_UNEVEN = "two_shot", "one_shot", "several pieces", "overlay", "sparse owners", "grad", "hierarchy", "in memory, fed"
+
+
+def uneven():
+    found = collectives(True, {name: CASES[name] for name in IN_UNEVEN})
+    found |= {name: train(TCP, **TRAINED[name]) for name in ("make_train_step", "priority")}
+    exact = train(TCP, cgx.Raw(), read=lambda state: jax.tree.map(lambda x: mine(x)[0].tolist(), state.params))
+    return found, exact
 
 
 def assert_meanwhile(program):
@@ -703,10 +720,13 @@ def sum_until(action, last):
 def main():
     action, port, rank, processes = sys.argv[1], *map(int, sys.argv[2:])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
-    jax.config.update("jax_num_cpu_devices", 2 if action == "digests" else 1)
+    devices = {"digests": 2, "uneven": 1 + 2 * rank}.get(action, 1)
+    jax.config.update("jax_num_cpu_devices", devices)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     if action == "digests":
         result = everything(tcp=True)
+    elif action == "uneven":
+        result = uneven()
     elif action == "others":
         connections.connect(1, 60)
         result = dict(
@@ -723,7 +743,7 @@ def main():
     else:
         result = sum_until(action, rank == processes - 1)
     print("RESULT", json.dumps(result), flush=True)
-    if action not in ("digests", "others"):  # end like a healthy process, without waiting for the others
+    if action not in ("digests", "uneven", "others"):  # end like a healthy process, without waiting for the others
         os._exit(0)
 
 

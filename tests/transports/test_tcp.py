@@ -8,6 +8,8 @@ import socket
 import threading
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from errors import names
 from helpers import load_script
@@ -44,25 +46,36 @@ def others():
 
 
 @pytest.fixture(scope="module")
-def bits():
-    """Returns {case: (digests over Tcp, digests over plain axes)}.
-
-    The four ranks over Tcp are devices of two processes.
-    """
-    over_tcp = results("digests", 2)
+def expected():
+    """Returns {case: digests} of four ranks over plain axes, which are devices of one process."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        expected = load_script(RANK, monkeypatch).everything(tcp=False)
-    found = {case: {} for case in expected}
-    for each in over_tcp:
-        for case in expected:
-            found[case] |= each[case]
-    return {case: (found[case], expected[case]) for case in expected}
+        return load_script(RANK, monkeypatch).everything(tcp=False)
+
+
+@pytest.fixture(scope="module")
+def over_tcp():
+    """Returns {case: digests} of four ranks over Tcp, which are devices of two processes."""
+    first, second = results("digests", 2)
+    return {case: first[case] | second[case] for case in first}
 
 
 @pytest.mark.parametrize("fed", [False, True])
-def test_the_bits_of_plain_axes(bits, fed):
-    found, expected = zip(*(each for case, each in bits.items() if (case == "raw, fed") == fed))
-    assert found == expected
+def test_the_bits_of_plain_axes(over_tcp, expected, fed):
+    chosen = lambda bits: {case: each for case, each in bits.items() if (case == "raw, fed") == fed}
+    assert chosen(over_tcp) == chosen(expected)
+
+
+def test_processes_with_different_numbers_of_devices(expected):
+    (first, exact), (second, same) = results("uneven", 2)
+    for case in first:
+        assert first[case] | second[case] == expected[case], case
+    params, batch = {"v": np.ones((300, 40)), "w": np.ones((8, 300))}, np.linspace(-1, 1, 32).reshape(4, 8)
+    for _ in range(2):
+        gradients = jax.grad(lambda p: jnp.mean((batch @ p["w"] @ p["v"] - 1) ** 2))(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+    assert exact == same
+    for name in params:
+        np.testing.assert_allclose(exact[name], params[name][0], rtol=1e-5)
 
 
 def test_low_rank(others):

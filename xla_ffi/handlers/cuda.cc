@@ -1,5 +1,9 @@
-// Handlers only launch kernels, so that XLA can capture them into CUDA graphs.
+// Handlers only launch kernels, so that XLA can capture them into CUDA graphs. Before, they load these kernels.
 #include "handlers/cuda.h"
+
+#include <mutex>
+#include <unordered_set>
+#include <utility>
 
 #include "handlers/cuda_error.h"
 #include "handlers/operations.h"
@@ -37,6 +41,52 @@ struct Cuda {
   static ffi::Error clear(Context stream, const Clear& args) {
     return error_of("clear", cuda::run(cuda::clear, args, stream));
   }
+};
+
+// What the kernels of a call depend on, as bytes: the handler, the GPU, the attributes, and the types of the buffers.
+// XLA calls the initialize stage in each run of a program, and a handler can have no state (layout_of).
+class Key {
+ public:
+  Key(XLA_FFI_Handler* handler, const XLA_FFI_CallFrame& frame) {
+    int device = 0;
+    cudaGetDevice(&device);  // the error of a machine without a driver is that of the first load
+    add(&handler, sizeof handler);
+    add(&device, sizeof device);
+    add_attributes(frame.attrs);
+    for (int64_t i = 0; i < frame.args.size; ++i) add_buffer(frame.args.args[i]);
+    for (int64_t i = 0; i < frame.rets.size; ++i) add_buffer(frame.rets.rets[i]);
+  }
+  const std::string& bytes() const { return bytes_; }
+
+ private:
+  void add(const void* at, size_t size) {
+    bytes_.append(reinterpret_cast<const char*>(&size), sizeof size);
+    bytes_.append(static_cast<const char*>(at), size);
+  }
+  void add_numbers(XLA_FFI_DataType type, const void* at, size_t count) {
+    add(at, count * ffi::ByteWidth(static_cast<ffi::DataType>(type)));
+  }
+  void add_attributes(const XLA_FFI_Attrs& all) {
+    for (int64_t i = 0; i < all.size; ++i) {
+      const void* const at = all.attrs[i];
+      if (all.types[i] == XLA_FFI_AttrType_DICTIONARY) {
+        add_attributes(*static_cast<const XLA_FFI_Attrs*>(at));
+      } else if (all.types[i] == XLA_FFI_AttrType_ARRAY) {
+        const auto& array = *static_cast<const XLA_FFI_Array*>(at);
+        add_numbers(array.dtype, array.data, array.size);
+      } else if (all.types[i] == XLA_FFI_AttrType_SCALAR) {
+        const auto& scalar = *static_cast<const XLA_FFI_Scalar*>(at);
+        add_numbers(scalar.dtype, scalar.value, 1);
+      }
+    }
+  }
+  void add_buffer(const void* at) {
+    const auto& buffer = *static_cast<const XLA_FFI_Buffer*>(at);
+    add(&buffer.dtype, sizeof buffer.dtype);
+    add(buffer.dims, static_cast<size_t>(buffer.rank) * sizeof(int64_t));
+  }
+
+  std::string bytes_;
 };
 
 // Patches of words. A word has the size of an element.
@@ -98,6 +148,24 @@ ffi::Error apply_patch(cudaStream_t stream, ffi::AnyBuffer old, Heads heads, ffi
 }
 
 }  // namespace
+
+XLA_FFI_Error* load(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
+  if (frame->extension_start != nullptr) return handler(frame);  // XLA asks for the handler's traits
+  static std::mutex mutex;
+  static auto& loaded = *new std::unordered_set<std::string>;  // a program may still run when the process ends
+  const Key key(handler, *frame);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (loaded.count(key.bytes()) > 0) return nullptr;
+  }
+  const cuda::Loading loading;
+  const auto stage = std::exchange(frame->stage, XLA_FFI_ExecutionStage_EXECUTE);
+  XLA_FFI_Error* const error = handler(frame);
+  frame->stage = stage;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (error == nullptr) loaded.insert(key.bytes());
+  return error;
+}
 
 ffi::Error error_of(const std::string& op, const cuda::Status& status) {
   switch (status.error) {

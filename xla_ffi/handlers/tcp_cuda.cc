@@ -140,6 +140,16 @@ ffi::Error end(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi
   return as_error(op, tcp::Gpu::end(tcp::the_net(), *running, asked->first, stream));
 }
 
+ffi::Error load_sum(ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary dictionary) {
+  const std::string op = "tcp_allreduce";
+  Attributes attributes(op, dictionary);
+  const bool two_shot = attributes.get<bool>("two_shot"), feedback = attributes.get<bool>("feedback");
+  const auto message = attributes.message();
+  if (message.has_error()) return leaving(message.error());
+  const cuda::Status status = tcp::Gpu::load(*message->layout, message->batch, two_shot, feedback);
+  return status.call == nullptr ? ffi::Error::Success() : leaving(engine_error_of(op, status));
+}
+
 }  // namespace
 
 #define CGX_ON_GPU ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -154,5 +164,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_end_cuda, exchange_end,
                               CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cuda, begin, CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cuda, end, CGX_ON_GPU.RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_load, load_sum,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxcgx

@@ -123,6 +123,22 @@ void Gpu::take(const Allreduce& sum, int64_t message, int64_t chunk, const uint8
   copy(to, payload, bytes, streams_.in);  // after the copies out of the chunk, as its sum came later
 }
 
+cuda::Status Gpu::load(const Layout& layout, int64_t batch, bool two_shot, bool feedback) {
+  const cuda::Loading loading;  // nothing reads the buffers
+  std::vector<void*> leaves(layout.leaves.size());
+  std::vector<float*> floats(leaves.size());
+  Encode e{layout, batch};
+  e.leaves = leaves.data();
+  if (feedback) e.residuals = e.new_residuals = floats.data();
+  if (const auto status = cuda::encode(e, nullptr); status.call != nullptr) return status;
+  Decode d{layout, batch};
+  d.leaves = leaves.data();
+  if (two_shot) return cuda::decode(d, nullptr);
+  Reduce r{layout, 1, 1};
+  r.leaves = floats.data();
+  return cuda::reduce(r, nullptr);
+}
+
 std::pair<std::shared_ptr<Running>, Gpu::Trouble> Gpu::begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce,
                                                              const Allreduce::Inputs& first) {
   auto& gpu = static_cast<Gpu&>(*allreduce.device);

@@ -34,6 +34,8 @@ class Gpu : public Device {
     explicit operator bool() const { return status || cuda.call != nullptr; }
   };
 
+  // Loads the kernels of a sum, those of its begin and of its end.
+  static cuda::Status load(const Layout& layout, int64_t batch, bool two_shot, bool feedback);
   // Begins a sum of messages whose leaves are in the GPU's memory. `allreduce.device` is the Gpu.
   static std::pair<std::shared_ptr<Running>, Trouble> begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce,
                                                             const Allreduce::Inputs& first);

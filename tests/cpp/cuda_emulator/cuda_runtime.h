@@ -11,6 +11,9 @@
 //
 // Streams (streams.h) run kernels in threads of their own. What the emulator knows of a running kernel belongs to its
 // thread.
+//
+// The program ends with a message if a host thread launches a kernel that it has not loaded by cudaFuncGetAttributes
+// since its last cudaDeviceReset. A GPU would load the kernel then, which may wait for other kernels.
 #pragma once
 
 #include <ucontext.h>
@@ -23,6 +26,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -244,8 +248,12 @@ inline void run_grid(dim3 grid, dim3 block, bool cooperative, const std::functio
   }
 }
 
+inline thread_local std::set<const void*> loaded;  // kernels
+
 // Lets the stream run `thread` in every thread of a grid, and `begin` before each block begins or goes on.
-inline cudaError_t launch(const cudaLaunchConfig_t& config, std::function<void()> begin, std::function<void()> thread) {
+inline cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::function<void()> begin,
+                          std::function<void()> thread) {
+  if (loaded.count(kernel) == 0) die("cudaLaunchKernelEx", "the kernel was not loaded before");
   if (const cudaError_t error = begin_call("cudaLaunchKernelEx")) return error;
   const dim3 grid = config.gridDim, block = config.blockDim;
   const bool cooperative = config.numAttrs > 0 && config.attrs[0].id == cudaLaunchAttributeCooperative;
@@ -336,7 +344,7 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   return cuda_emulator::launch(
-      *config, [] {},
+      *config, reinterpret_cast<const void*>(kernel), [] {},
       [kernel, copies = std::tuple<std::remove_const_t<Parameters>...>(std::forward<Arguments>(arguments)...)] {
         std::apply(kernel, copies);
       });
@@ -347,12 +355,23 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, void (*)(
   *blocks = 1;
   return cudaSuccess;
 }
+#define CUDART_VERSION 13000
+struct cudaDeviceProp {
+  char name[256];
+  int major, minor;
+};
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp*, int) { return cudaErrorNotSupported; }
+inline cudaError_t cudaDriverGetVersion(int*) { return cudaErrorNotSupported; }
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 // Weak, and not inline, so that they are also there for nvcc's object files (ptx/).
 extern "C" {
 [[gnu::weak]] cudaError_t cudaGetDevice(int* device) {
   CUDA_EMULATOR_CALL();
   *device = 0;
+  return cudaSuccess;
+}
+[[gnu::weak]] cudaError_t cudaDeviceReset() {
+  cuda_emulator::loaded.clear();
   return cudaSuccess;
 }
 [[gnu::weak]] cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
@@ -363,7 +382,8 @@ extern "C" {
 
 // A kernel always ends before the stream's next one begins, so it doesn't matter whether launches are early.
 template <class T>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, T*) {
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, T* kernel) {
+  cuda_emulator::loaded.insert(reinterpret_cast<const void*>(kernel));
   return cudaSuccess;
 }
 

@@ -24,23 +24,21 @@ void count(const Codec& codec, bool plain = false) {
   const int32_t where[] = {0, -1};
   for (const bool feedback : {true, false}) {
     if (plain && feedback) continue;
-    check(cuda::encode({l, 1, &leaf, m.ids.data(), m.keys.data(), feedback ? residuals : nullptr,
-                        feedback ? residuals : nullptr, payload.data(), work.data()},
-                       nullptr));
+    run(cuda::encode, {l, 1, &leaf, m.ids.data(), m.keys.data(), feedback ? residuals : nullptr,
+                       feedback ? residuals : nullptr, payload.data(), work.data()});
   }
   for (int64_t i = 1; i < kRanks; ++i)
     std::memcpy(payload.data() + i * l.chunk_bytes, payload.data(), static_cast<size_t>(l.chunk_bytes));
-  check(cuda::decode({l, 1, payload.data(), &decoded, sum_work.data()}, nullptr));
+  run(cuda::decode, {l, 1, payload.data(), &decoded, sum_work.data()});
   if (plain) return;
   const auto reduce = [&](float* const* to, uint8_t* to_payload, float* const* lost) {
-    check(cuda::reduce({l, 1, kRanks, payload.data(), where, nullptr, 4.0f, to, to_payload, lost, m.ids.data(),
-                        m.keys.data(), sum_work.data()},
-                       nullptr));
+    run(cuda::reduce, {l, 1, kRanks, payload.data(), where, nullptr, 4.0f, to, to_payload, lost, m.ids.data(),
+                       m.keys.data(), sum_work.data()});
   };
   reduce(result, nullptr, nullptr);
   reduce(nullptr, sum.data(), nullptr);
   reduce(nullptr, sum.data(), residuals);
-  if (is_sparse(codec.kind)) check(cuda::clear({l, 1, payload.data(), &decoded, sum_work.data()}, nullptr));
+  if (is_sparse(codec.kind)) run(cuda::clear, {l, 1, payload.data(), &decoded, sum_work.data()});
 }
 
 }  // namespace

@@ -98,7 +98,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* function, void*
   for (auto& registers : memory.registers) registers.resize(std::max<size_t>(registers.size(), k.registers));
   for (auto& local : memory.local) local.resize(std::max<size_t>(local.size(), k.local_bytes));
   const auto begin = [&] { memory.shared.assign(k.shared_bytes, kGarbage); };
-  return cuda_emulator::launch(config, begin, [&] { run_thread(k, memory, arguments); });
+  return cuda_emulator::launch(config, function, begin, [&] { run_thread(k, memory, arguments); });
 }
 
 }  // namespace
@@ -117,7 +117,10 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
 }
 
 // The emulator's cudaFuncAttributes is smaller than the toolkit's, in which nvcc's code reads ptxVersion: it stays 0.
-cudaError_t cudaFuncGetAttributes(void*, const void*) { return cudaSuccess; }
+cudaError_t cudaFuncGetAttributes(void*, const void* function) {
+  cuda_emulator::loaded.insert(function);
+  return cudaSuccess;
+}
 
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
   *blocks = 1;
