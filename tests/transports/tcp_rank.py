@@ -277,7 +277,7 @@ CROSSING = {
 def crossing(tcp):
     """Returns {case: digests} of means that one program begins and another one ends.
 
-    They equal those of one program.
+    They equal those of one program. Over Tcp, most are only compared with those over plain axes.
     """
     found = {}
     for names in ("data",), BOTH:
@@ -300,10 +300,12 @@ def crossing(tcp):
         finish = lambda begun: {name: reduce.end(*begun[name]) for name in begun}
         end = jax.jit(on_ranks(mesh, finish), donate_argnums=0)
         begun = begin(inputs)
-        expected = jax.block_until_ready(plain(inputs))  # runs while all of these means are in flight
+        wholes = [name for name in cases if not tcp or name in ("in memory", "low rank", "no kernels")]
+        # It runs while all of these means are in flight.
+        expected = jax.block_until_ready(plain({name: inputs[name] for name in wholes}))
         results = jax.block_until_ready(end(begun))
         for name in cases:
-            assert digests(results[name]) == digests(expected[name]), name
+            assert name not in wholes or digests(results[name]) == digests(expected[name]), name
             if name != "low rank":  # over plain axes, lax sums the factors of four ranks in its own order
                 found[f"crossing {name}"] = digests(results[name])
     return found
@@ -438,8 +440,7 @@ TRAINED = {
     "make_train_step": dict(exchange=cgx.MaxMin(4)),
     "overlap": dict(exchange=cgx.Plan.every(cgx.MaxMin(4), fusion_mb=0.01), overlap="backward"),
     "priority": dict(exchange=cgx.MaxMin(4), overlap=cgx.Priority(1000)),
-    "DGC": dict(exchange=cgx.DGC(ratio=0.02, nesterov=True, clip_norm=1.0)),
-    "DGC, overlap": dict(exchange=cgx.DGC(ratio=0.02, fusion_mb=0.01), overlap="backward"),
+    "DGC": dict(exchange=cgx.DGC(ratio=0.02, nesterov=True, fusion_mb=0.01), overlap="backward"),
     "DGC, priority": dict(exchange=cgx.DGC(ratio=0.02, pull="top", schedule="two_shot"), overlap=cgx.Priority(1000)),
     "DGT": dict(exchange=Differential(cgx.Plan(cgx.MaxMin(4), min_size=0), k=0.5, block_bytes=400)),
     "DGT, drop": dict(  # "auto" is not the same schedule over both transports
@@ -452,8 +453,6 @@ LATE = "DGT", "mixed sync"  # with sums that travel while a step computes
 CENTERS = cgx.Plan({"node": cgx.MaxMin(8), "local": cgx.Raw()}, min_size=0, skip_1d=False, schedule="two_shot")
 IN_CENTERS = {
     "P3": dict(exchange=CENTERS, overlap=cgx.Priority(1000)),
-    "DGT, defer": dict(exchange=Differential(CENTERS, k=0.8, block_bytes=400)),
-    "DGT, drop": dict(exchange=Differential(CENTERS, k=0.8, block_bytes=400, rest="drop")),
     "DGT, quantize": dict(exchange=Differential(CENTERS, k=0.8, block_bytes=400, rest="quantize")),
     "adaptive DGT": dict(exchange=cgx.wan.from_env({"ENABLE_DGT": "2", "ADAPTIVE_K_FLAG": "1"}, CENTERS).exchange),
 }
