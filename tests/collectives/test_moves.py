@@ -175,9 +175,10 @@ def ragged(ranks, slices, seed=0):
     sizes = random.integers(0, 4, (ranks, ranks, slices))  # [sender, receiver, slice]
     operand = random.integers(-4, 5, (ranks, 4 * ranks * slices, 6)).astype(np.float32)
     output = random.integers(-4, 5, (ranks, 4 * ranks * slices + 3, 6)).astype(np.float32)
-    starts = np.cumsum(sizes.reshape(ranks, -1), 1).reshape(sizes.shape) - sizes + 1
     arriving = sizes.swapaxes(0, 1)  # [receiver, sender, slice]
-    places = (np.cumsum(arriving.reshape(ranks, -1), 1).reshape(sizes.shape) - arriving + 2).swapaxes(0, 1)
+    # Each slice is one row behind the one before it.
+    behind = lambda sizes: np.cumsum(sizes.reshape(ranks, -1) + 1, 1).reshape(sizes.shape) - sizes
+    starts, places = behind(sizes), (behind(arriving) + 1).swapaxes(0, 1)
     expected = output.copy()
     for r, s, i in np.ndindex(sizes.shape):
         expected[s, places[r, s, i] :][: sizes[r, s, i]] = operand[r, starts[r, s, i] :][: sizes[r, s, i]]
