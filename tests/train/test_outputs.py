@@ -87,10 +87,8 @@ AUX = {
 @KINDS
 @MAPPED
 def test_auxiliary_outputs_are_declared(ranks, kind):
-    loss = lambda params, x: (
-        loss_fn(params, x),
-        [output(params, x) for output, _ in AUX.values()] + [loss_fn(params, x)],
-    )
+    outputs = lambda params, x: [output(params, x) for output, _ in AUX.values()]
+    loss = lambda params, x: (loss_fn(params, x), [*outputs(params, x), loss_fn(params, x)])
     f = cgx.value_and_grad(loss, "data", cgx.Raw(), has_aux=True, aux_specs=[*AUX, None], ranks=ranks)
     (value, (*aux, again)), grads = called("context", mesh_of(kind), f, PARAMS, X)
     close((value, grads), jax.value_and_grad(loss_fn)(PARAMS, X))
@@ -173,16 +171,9 @@ def test_kinds_of_keys(specs, ranks):
             np.testing.assert_array_equal(part, jax.random.normal(jax.random.fold_in(key, rank), len(X) // RANKS))
 
 
-@pytest.mark.parametrize(
-    ("make", "kind", "ranks"),
-    [
-        (jax.random.key, AxisType.Auto, "shard_map"),
-        (jax.random.key, AxisType.Explicit, "vmap"),
-        (jax.random.PRNGKey, AxisType.Auto, "vmap"),
-        (jax.random.PRNGKey, AxisType.Explicit, "shard_map"),
-    ],
-)
-def test_a_loss_that_returns_the_next_key(make, kind, ranks):
+@KINDS
+@pytest.mark.parametrize(("make", "ranks"), [(jax.random.key, "vmap"), (jax.random.PRNGKey, "shard_map")])
+def test_a_loss_that_returns_the_next_key(make, ranks, kind):
     """The key is that of plain JAX, though each rank draws noise of its own. XLA computes the rest of the loss once."""
 
     def threaded(params, x, seeds):
