@@ -73,7 +73,7 @@ def test_every_collective(codec):
 def test_sums_of_codecs():
     """Of whole and short buckets, and of codecs that send seeds, scales of blocks or only digits.
 
-    test_every_collective has all schedules; those of messages of other lengths are here.
+    Each codec has one schedule, except Lossless. test_every_collective has two codecs on all of them.
     """
     widths = [cgx.MaxMin(bits, bucket) for bits, bucket in zip((1, 2, 3, 8), (64, 512, 2048, 33))]
     rotated = cgx.MaxMin(4, 128, rotate=True)
