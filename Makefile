@@ -108,9 +108,10 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 	try "lint" ruff check --quiet; \
 	try "format of C++ files" clang-format --dry-run -Werror \
 		$$(git ls-files -co --exclude-standard '*.h' '*.cc' '*.cu' '*.cuh'); \
-	try "types" pyright; \
+	trap 'kill 0' INT; echo "== types"; pyright & types=$$!; \
 	try "types of the public names" env PYTHONPATH="$(CURDIR)" pyright --pythonpath .venv/bin/python \
 		--verifytypes jaxcgx --ignoreexternal; \
+	wait $$types || failed=yes; \
 	[ -z "$$failed" ] || { echo "make check: failed, see above" >&2; exit 1; }; \
 	echo "make check: passed"
 

@@ -82,6 +82,8 @@ def find(version):
     return None, why
 
 
+# What the tests marked `short` need. The extra `test` takes twice as long to install.
+FEW = "hypothesis", "optax", "pytest", "pytest-timeout"
 WHEEL = "CMakeLists.txt", "pyproject.toml", "README.md", "jaxcgx", "xla_ffi", "cuda"  # the sources of a wheel
 
 
@@ -151,17 +153,18 @@ def wheel(version, python):
     return next(folder.glob("*.whl"))
 
 
-def environment(version, python, age, package):
-    """Makes an environment with a wheel, the test requirements and a JAX. Returns its Python; None if that fails.
+def environment(version, python, age, package, short=False):
+    """Makes an environment with a wheel, what its tests need and a JAX. Returns its Python; None if that fails.
 
-    age: "oldest", "newest", "next", or a version of JAX.
+    age: "oldest", "newest", "next", or a version of JAX. short: whether only the tests marked `short` run.
     """
     print(f"== Python {version}: installing jax, {age}", flush=True)
     # For "newest", pip chooses the newest version that jaxcgx and this Python support.
     number = {"oldest": f"=={OLDEST}", "newest": "", "next": ""}.get(age, f"=={age}")
     try:
         inside = venv(python, WORK / f"{version}-{age}", version)
-        pip(inside, "install", "--upgrade", f"{package}[test]", f"jax{number}", f"jaxlib{number}")
+        needed = (package, *FEW) if short else [f"{package}[test]"]
+        pip(inside, "install", "--upgrade", *needed, f"jax{number}", f"jaxlib{number}")
         pip(inside, "install", "--no-deps", "--force-reinstall", package)
         if age == "next":  # alone, so that jaxcgx's own bounds don't count
             pip(inside, "install", "--upgrade", "jax", "jaxlib")
@@ -214,7 +217,7 @@ def test(version, age, inside, sessions, alone):
         environ = os.environ | {"PYTHONSAFEPATH": "1"}
         if flags := known(inside, asked):
             environ["XLA_FLAGS"] = flags
-        workers = ["-n", 2, "--dist", "worksteal"] if alone else ["-n", 0]
+        workers = ["-n", 2, "--dist", "worksteal"] if alone else []
         result = run(
             *[inside, "-m", "pytest", f"--junitxml={report}", *workers, *arguments],
             cwd=ROOT,
@@ -284,7 +287,8 @@ def main():
         sessions = [(options.usual, "")] * bool(options.usual) + [(others, options.flags)]
     wheels = {version: wheel(version, found[version]) for version, _ in pairs}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:  # pip uses one core
-        insides = list(pool.map(lambda pair: environment(pair[0], found[pair[0]], pair[1], wheels[pair[0]]), pairs))
+        make = lambda pair: environment(pair[0], found[pair[0]], pair[1], wheels[pair[0]], short)
+        insides = list(pool.map(make, pairs))
     with concurrent.futures.ThreadPoolExecutor(2 if short else 1) as pool:
         rows = list(pool.map(lambda pair, inside: test(*pair, inside, sessions, alone=not short), pairs, insides))
     show(rows, missing)

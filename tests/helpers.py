@@ -265,6 +265,11 @@ def run(*command, status=0, timeout=300, env=None, **options):
     return done
 
 
+def python(code, **options):
+    """Runs a program of Python, like `run`."""
+    return run(sys.executable, "-P", "-c", code, **options)
+
+
 def load_script(path, monkeypatch):
     """Imports a script as a module. It can import the scripts next to it."""
     monkeypatch.syspath_prepend(str(path.parent))

@@ -5,6 +5,7 @@ import functools
 import itertools
 import pathlib
 import re
+import shutil
 import sys
 import types
 
@@ -17,11 +18,19 @@ from started import free_port
 
 import jaxcgx as cgx
 
+pytest.importorskip("sklearn", reason="needs the extra `examples`")
+pytestmark = pytest.mark.usefixtures("promotion")  # of users
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
+@pytest.fixture
+def devices(monkeypatch):
+    """Lets the main function of a script use this process's devices."""
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(cgx, "keep_pages", lambda: None)
+
+
 def test_digits(tmp_path):
-    pytest.importorskip("sklearn", reason="needs the extra `examples`")
     plot = tmp_path / "curves.png"
     words = "--steps", "2", "--rate", "1gbit", "--plot", plot
     # XLA crashes if it has to keep a program of several processes.
@@ -31,10 +40,10 @@ def test_digits(tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_fsdp():
-    pytest.importorskip("sklearn", reason="needs the extra `examples`")
-    result = run(sys.executable, EXAMPLES / "fsdp.py", "--steps", "2", "--devices", "2")
-    raw, compressed = (int(line.split()[-5].replace(",", "")) for line in result.stdout.splitlines())
+def test_fsdp(devices, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fsdp.py", "--steps", "2", "--devices", "2"])
+    load_script(EXAMPLES / "fsdp.py", monkeypatch).main()
+    raw, compressed = (int(line.split()[-5].replace(",", "")) for line in capsys.readouterr().out.splitlines())
     assert raw > 4 * compressed
 
 
@@ -57,11 +66,11 @@ def test_tunix_weights_after_the_trainer_restarts(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["pipeline", "experts"])
-def test_activations(name):
+def test_activations(name, devices, monkeypatch, capsys):
     """With differences at 4 bits, and cotangents at 8, a pipeline's mean loss is within half a percent of raw."""
-    pytest.importorskip("sklearn", reason="needs the extra `examples`")
     path = EXAMPLES / f"{name}.py"
-    lines = run(sys.executable, path, *[] if FULL else ["3"]).stdout.splitlines()
+    load_script(path, monkeypatch).main(*[] if FULL else [3])
+    lines = capsys.readouterr().out.splitlines()
     sent = [int(re.search(r"sends ([\d,]+) bytes", line)[1].replace(",", "")) for line in lines]
     assert sent[0] > 3 * max(sent[1:]) and len(path.read_text().splitlines()) <= 80
     raw, *_, differences = (float(re.search(r"loss ([\d.]+)", line)[1]) for line in lines)
@@ -70,8 +79,7 @@ def test_activations(name):
 
 def run_here(path, monkeypatch, capsys, *args):
     """Runs 6 steps of an example in this process, with its devices. Returns the words that it prints."""
-    with jax.numpy_dtype_promotion("standard"):
-        load_script(path, monkeypatch).main(6, *args)
+    load_script(path, monkeypatch).main(6, *args)
     return capsys.readouterr().out.replace(",", "").split()
 
 
@@ -82,7 +90,7 @@ ONE_LINE = {"nnx_train": 62, "equinox_train": 62, "trainstate_train": 62, "pmap_
 def test_one_line(name, lines, monkeypatch, capsys):
     """Examples of other libraries are short enough to copy, and run in this process."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    for library in ("sklearn", "flax", "equinox", "keras"):
+    for library in ("flax", "equinox", "keras"):
         pytest.importorskip(library, reason="needs the extras `examples` and `test`")
     path = EXAMPLES / f"{name}.py"
     assert len(path.read_text().splitlines()) <= lines
@@ -105,57 +113,60 @@ def test_maxtext_step(monkeypatch, capsys):
 
 
 def test_lm_train(tmp_path, monkeypatch, capsys):
-    """A run that continues from its checkpoint ends as one that was not interrupted, and draws its losses."""
-    for library in ("sklearn", "flax", "orbax.checkpoint"):
+    """A run that continues from a checkpoint ends as before, and draws its losses."""
+    for library in ("flax", "orbax.checkpoint"):
         pytest.importorskip(library, reason="needs the extras `examples` and `test`")
-    script, whole, parts = load_script(EXAMPLES / "lm_train.py", monkeypatch), tmp_path / "whole", tmp_path / "parts"
-    monkeypatch.setattr(script, "Transformer", functools.partial(script.Transformer, layers=1))
-    with jax.numpy_dtype_promotion("standard"):
-        for steps, folder in (4, whole), (2, parts), (4, parts):
-            script.main(steps, folder)
+    script = load_script(EXAMPLES / "lm_train.py", monkeypatch)
+    smaller = dict(Transformer=functools.partial(script.Transformer, layers=1), LENGTH=16, EXAMPLES=8, MICRO_BATCHES=2)
+    for name, value in smaller.items():
+        monkeypatch.setattr(script, name, value)
+    often = functools.partial(script.ocp.CheckpointManagerOptions, save_interval_steps=2, max_to_keep=2)
+    monkeypatch.setattr(script.ocp, "CheckpointManagerOptions", lambda **options: often())
+    for _ in range(2):
+        script.main(4, tmp_path)
+        shutil.rmtree(tmp_path / "checkpoints/4")
     losses = re.findall(r"^(step 3: loss .*|continues at .*)$", capsys.readouterr().out, re.MULTILINE)
-    assert losses[1:] == ["continues at step 2", losses[0]]
-    assert (parts / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert losses == [losses[0], "continues at step 2", losses[0]]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def common(monkeypatch):
+    """The common code of the wide-area demonstrations, with a smaller model."""
+    monkeypatch.syspath_prepend(EXAMPLES / "wan")
+    import common
+
+    monkeypatch.setattr(common, "SIZES", (128, 128, 128, 10))
+    return common
 
 
 WIDE_AREA = sorted(path.stem for path in (EXAMPLES / "wan").glob("*.py") if "TECHNIQUES" in path.read_text())
 
 
 @pytest.mark.parametrize("name", WIDE_AREA)
-def test_wide_area(name, monkeypatch):
-    """Traces a step of every technique of every demonstration, without running it. The frame's model is smaller."""
-    pytest.importorskip("sklearn", reason="needs the extra `examples`")
-    monkeypatch.syspath_prepend(EXAMPLES / "wan")
-    import common
-
-    monkeypatch.setattr(common, "SIZES", (128, 128, 128, 10))
+def test_wide_area(name, common, monkeypatch):
+    """Traces a step of every technique of every demonstration, without running it."""
     mesh = jax.make_mesh((2, 2), common.AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     batch, args = (np.zeros((8, 64), np.float32), np.zeros(8, np.int32)), types.SimpleNamespace(lr=0.1, ratio=0.5)
-    with jax.numpy_dtype_promotion("standard"):
-        for make in load_script(EXAMPLES / "wan" / f"{name}.py", monkeypatch).TECHNIQUES.values():
-            train = make(mesh, cgx.Sharding(common.AXES), args)
-            train.step.lower(train.init(common.init_params()), batch)
+    for make in load_script(EXAMPLES / "wan" / f"{name}.py", monkeypatch).TECHNIQUES.values():
+        train = make(mesh, cgx.Sharding(common.AXES), args)
+        train.step.lower(train.init(common.init_params()), batch)
 
 
-def test_wide_area_demonstration(tmp_path):
+def test_wide_area_demonstration(common, devices, tmp_path, monkeypatch, capsys):
     """Runs on virtual devices, which play GPUs, and makes a table and a plot of loss against time."""
-    pytest.importorskip("sklearn", reason="needs the extra `examples`")
-    options = "--local", "--gpu", "--epoch", "1", "--bs", "224", "--out", tmp_path / "new"
-    result = run(sys.executable, EXAMPLES / "wan/fp16.py", *options, env={"JAX_PLATFORMS": "cpu"})
-    assert "float16" in result.stdout and "loss at end" in result.stdout
+    options = "--local", "--gpu", "--epoch", "1", "--bs", "224", "--out", str(tmp_path / "new")
+    monkeypatch.setattr(sys, "argv", ["fp16.py", *options])
+    script = load_script(EXAMPLES / "wan/fp16.py", monkeypatch)
+    common.demonstrate(script.__doc__, script.TECHNIQUES)
+    printed = capsys.readouterr().out
+    assert "float16" in printed and "loss at end" in printed
     assert (tmp_path / "new/fp16.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.filterwarnings("ignore:Decoupled.join. this center begins without others")
-def test_decoupled_centers(capsys, monkeypatch):
+def test_decoupled_centers(common, capsys, monkeypatch):
     """One of three programs trains while the other two are missing."""
-    pytest.importorskip("sklearn", reason="needs the extra `examples`")
-    monkeypatch.syspath_prepend(EXAMPLES / "wan")
-    import common
-
-    monkeypatch.setattr(common, "SIZES", (128, 128, 128, 10))
-    with jax.numpy_dtype_promotion("standard"):
-        load_script(EXAMPLES / "wan/decoupled.py", monkeypatch).train(
-            [f"127.0.0.1:{port}" for port in (28760, 28761)], 0, 41
-        )
+    addresses = [f"127.0.0.1:{port}" for port in (28760, 28761)]
+    load_script(EXAMPLES / "wan/decoupled.py", monkeypatch).train(addresses, 0, 41)
     assert "center 0: round 1 of (0,), loss" in capsys.readouterr().out

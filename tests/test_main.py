@@ -1,8 +1,6 @@
 """Tests the command line itself: its help, version and completion. The tests of its commands are those of report/."""
 
 import importlib
-import os
-import subprocess
 import sys
 import tomllib
 
@@ -60,8 +58,4 @@ def test_other_programs_have_the_package(tmp_path, words):
     (tmp_path / "app/__init__.py").write_text("import jaxcgx as cgx\n")
     (tmp_path / "app/__main__.py").write_text("from app import cgx\nprint(cgx.MaxMin(4).bits)\n")
     (tmp_path / "jaxcgx").write_text("import jaxcgx as cgx\nprint(cgx.MaxMin(4).bits)\n")
-    sys_path = {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=os.environ | sys_path, capture_output=True, text=True
-    )
-    assert done.stdout == "4\n", done.stderr
+    assert run(sys.executable, *words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}).stdout == "4\n"

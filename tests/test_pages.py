@@ -8,7 +8,6 @@ import inspect
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import types
 
@@ -18,6 +17,7 @@ import numpy as np
 import optax
 import pages
 import pytest
+from helpers import python, run
 from jax.sharding import PartitionSpec as P
 from started import Processes, free_port
 
@@ -75,7 +75,7 @@ def test_every_page_with_programs_has_a_test():
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_tutorials(page):
     program = "\n".join(program for program in pages.programs(page) if not program.startswith("# centers.py"))
-    subprocess.run([sys.executable, "-P", "-c", program], check=True, timeout=600)
+    python(program, timeout=600)
 
 
 @pytest.mark.parametrize("technique", ["4bits", "dgt", "diloco"])
@@ -111,9 +111,7 @@ def test_pages_of_several_processes(what):
 
 def test_readme():
     whole, jit, shard_map, _ = pages.programs("README")  # the last one is of mpirun
-    explained = f"{whole}\ncgx.explain(train.step, state, batch)"
-    run = [sys.executable, "-P", "-c", explained]
-    printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+    printed = python(f"{whole}\ncgx.explain(train.step, state, batch)").stdout
     assert float(re.match(r"loss ([\d.]+)\n", printed)[1]) < 0.1 and "MaxMin(bits=4)" in printed
     names = names_of()
     with jax.set_mesh(names["mesh"]):
@@ -408,7 +406,7 @@ def test_training_steps_that_are_skipped():
     scaled = on_ranks(scaling, names, begin)
     expected = jax.tree.map(lambda g: 8 * g, jax.grad(pages.loss_fn)(names["params"], names["batch"]))
     assert jax.tree.map(jnp.shape, scaled) == jax.tree.map(jnp.shape, expected)
-    subprocess.run([sys.executable, "-P", "-W", "error", "-c", keeping], check=True, timeout=600)
+    run(sys.executable, "-P", "-W", "error", "-c", keeping)
 
 
 def test_training_models():

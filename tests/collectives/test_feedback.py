@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import refused
-from helpers import FULL, Halves, assert_same_bytes, assert_trees, normal, planned
+from helpers import FULL, Truncate, assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import NAMES, assert_conserved, mesh, on_ranks, total
@@ -50,7 +50,7 @@ def test_nothing_is_lost(sizes):
         assert sizes == (1,) or all(np.abs(after[name]).max() > 0.01 for name in ("513", "3001", "matrix"))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+@pytest.mark.parametrize("ranks", [3, 8])
 def test_gathers_alone(ranks):
     """A model in NumPy. Only sums are encoded, share by share, and a rank's residual is the loss of its own share."""
     codec, x, before = cgx.MaxMin(4, 64), tree(ranks), tree(ranks, seed=100)
@@ -91,7 +91,7 @@ def test_of_16_bit_leaves_the_encoding_is_fed_back(dtype):
 
 
 def test_a_batch_of_a_codec_without_kernels():
-    one = functools.partial(psum, codec=Halves(), schedule="two_shot")
+    one = functools.partial(psum, codec=Truncate(), key=None, schedule="two_shot")
     x, before = normal((2, 3, 40), 0), normal((2, 3, 40), 1)
     run, (results, after) = on_ranks(one, mesh(2)), on_ranks(jax.vmap(one), mesh(2))(x, before)
     for i in range(3):

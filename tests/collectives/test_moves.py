@@ -17,7 +17,7 @@ from ranks import EXACT, mesh, on_ranks, pbroadcast, ring, whole_numbers
 import jaxcgx as cgx
 
 RING = ring(4)
-PERMS = {"ring": RING, "pipeline": RING[:3], "swap": [(1, 3), (3, 1)], "own": [(2, 2), (0, 1)], "nobody": []}
+PERMS = {"ring": RING, "pipeline": RING[:3], "swap": [(1, 3), (3, 1)], "own": [(2, 2), (0, 1)], "nobody": [], "from": 3}
 TREE = {
     "w": whole_numbers((4, 8, 12)),
     "h": whole_numbers((4, 300), 1, jnp.bfloat16),
@@ -45,11 +45,11 @@ def same(got, expected):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
-@pytest.mark.parametrize("perm", [*PERMS.values(), 3], ids=[*PERMS, "from 3"])
 @pytest.mark.parametrize("plan", [EXACT, cgx.Raw(), cgx.Plan(EXACT, min_size=100)], ids=["exact", "raw", "guarded"])
-def test_trees(perm, plan):
-    check_vma = plan == EXACT
-    same(*(on_ranks(f, mesh(4), check_vma)(TREE) for f in (move(perm, plan), plain(perm))))
+def test_trees(plan):
+    each = lambda run: lambda tree: {name: run(perm)(tree) for name, perm in PERMS.items()}
+    runs = each(functools.partial(move, plan=plan)), each(plain)
+    same(*(on_ranks(f, mesh(4), check_vma=plan == EXACT)(TREE) for f in runs))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -63,11 +63,10 @@ def test_raw_leaves_of_a_broadcast_have_all_bits_and_the_gradient_of_compressed_
         np.testing.assert_array_equal(back, jnp.zeros_like(x).at[1].set(2))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_any_number_of_ranks(ranks):
-    x = whole_numbers((ranks, 33), ranks)
-    for perm in ring(ranks), ranks - 1:
-        same(*(on_ranks(f, mesh(ranks))(x) for f in (move(perm), plain(perm))))
+    x, perms = whole_numbers((ranks, 33), ranks), (ring(ranks), ranks - 1)
+    same(*(on_ranks(lambda x, run=run: [run(perm)(x) for perm in perms], mesh(ranks))(x) for run in (move, plain)))
 
 
 def test_ranks_of_several_axes_count_in_the_order_of_the_names():
@@ -176,9 +175,10 @@ def ragged(ranks, slices, seed=0):
     sizes = random.integers(0, 4, (ranks, ranks, slices))  # [sender, receiver, slice]
     operand = random.integers(-4, 5, (ranks, 4 * ranks * slices, 6)).astype(np.float32)
     output = random.integers(-4, 5, (ranks, 4 * ranks * slices + 3, 6)).astype(np.float32)
-    starts = np.cumsum(sizes.reshape(ranks, -1), 1).reshape(sizes.shape) - sizes + 1
     arriving = sizes.swapaxes(0, 1)  # [receiver, sender, slice]
-    places = (np.cumsum(arriving.reshape(ranks, -1), 1).reshape(sizes.shape) - arriving + 2).swapaxes(0, 1)
+    # Each slice is one row behind the one before it.
+    behind = lambda sizes: np.cumsum(sizes.reshape(ranks, -1) + 1, 1).reshape(sizes.shape) - sizes
+    starts, places = behind(sizes), (behind(arriving) + 1).swapaxes(0, 1)
     expected = output.copy()
     for r, s, i in np.ndindex(sizes.shape):
         expected[s, places[r, s, i] :][: sizes[r, s, i]] = operand[r, starts[r, s, i] :][: sizes[r, s, i]]
@@ -190,8 +190,9 @@ def experts(*args, plan=EXACT, **options):
     return cgx.compressed_ragged_all_to_all(*args, axis_name="a", plan=plan, **options)
 
 
-@pytest.mark.parametrize(("ranks", "slices"), [(1, 1), (2, 3), (3, 1), (4, 2), (5, 1), (7, 1), (8, 1)])
-@pytest.mark.parametrize("plan", [EXACT, cgx.Raw()], ids=["exact", "raw"])
+@pytest.mark.parametrize(
+    ("ranks", "slices", "plan"), [(1, 1, EXACT), (3, 2, EXACT), (8, 1, EXACT), (2, 3, cgx.Raw()), (5, 1, cgx.Raw())]
+)
 def test_ragged(ranks, slices, plan):
     """Values are those of lax's documentation. The transpose is the adjoint: both products below are the same."""
     args, expected = ragged(ranks, slices)

@@ -51,6 +51,8 @@ int main() {
   for (int round = 0; round < 3000; ++round) {
     const char* const isas[] = {"portable", "avx2", "avx512"};
     cpu::select_kernels(isas[round % 3]);  // stays the last one that this processor has
+    // Of the large leaves a few, which take seconds.
+    const bool emulated = round % 150 == 75 || round % 600 == 0;
     std::vector<Bytes> olds, news, made;
     std::vector<cpu::PatchLeaf> there, back;
     for (const int64_t width : {1, 2, 4, 8}) {
@@ -90,7 +92,7 @@ int main() {
         (i % 2 ? back[i / 2].blocks : back[i / 2].heads) = {exact[i].get(), sent[i].size()};
       }
       const bool fits = cpu::apply_patch(back, pool, &found);
-      if (round % 75 != 0) return fits;
+      if (!emulated) return fits;
       bool all = true;
       for (size_t i = 0; i < back.size(); ++i) {
         Bytes words = olds[i];
@@ -102,7 +104,7 @@ int main() {
       CHECK(all == fits, std::to_string(round));
       return fits;
     };
-    for (size_t i = 0; round % 75 == 0 && i < there.size(); ++i) {
+    for (size_t i = 0; emulated && i < there.size(); ++i) {
       if (there[i].words > 0)
         CHECK(encode_by_cuda(there[i]) == std::pair(sent[2 * i], sent[2 * i + 1]), std::to_string(round));
     }

@@ -4,8 +4,8 @@ It joins the other processes, makes a mesh of all four devices, and does its act
 
     python ranks.py ACTION PORT RANK PROCESSES HEARTBEAT
 
-- collectives: runs every collective, and prints the digests of the results on each of its devices.
-- batch: trains with a local batch, with one made of all processes' parts, and with sharded weights.
+- collectives: runs every collective, and prints the digests of the results on each of its devices. Two processes then
+  train with a local batch, with one made of all processes' parts, and with sharded weights.
 - exchange, watch: sums until a sum fails, watch with cgx.watch.
 - die, stop, leave: sums, and then kills itself, stops, or no longer takes part but stays alive.
 """
@@ -201,13 +201,13 @@ def main():
             shutdown_timeout_seconds=heartbeat,
         )
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), AXES)
-    if action == "batch":
-        check_batches(mesh)
-        check_shards(mesh)
-    elif action == "collectives":
+    if action == "collectives":
         scatters = {name for name, case in CASES.items() if "reduce_scatter" in lowered(mesh, *case)}
         print("SCATTERS", json.dumps(sorted(scatters)))
         print("DIGESTS", json.dumps({name: digests(mesh, *case) for name, case in CASES.items()}), flush=True)
+        if processes > 1:
+            check_batches(mesh)
+            check_shards(mesh)
     else:
         sum_until(mesh, action)
 

@@ -49,7 +49,7 @@ class Ranks(Processes):
 def digests():
     """Returns {case: {leaf: {device: digest}}} for one process with four devices and for two with two each.
 
-    It also returns the cases that use XLA's reduce-scatter in one process and in two.
+    It also returns the cases that use XLA's reduce-scatter in one process and in two, and what the two print.
     """
     with Ranks("collectives") as one:
         expected, alone = one.printed(0, "DIGESTS"), one.printed(0, "SCATTERS")
@@ -59,11 +59,11 @@ def digests():
     together = {
         case: {leaf: first[case][leaf] | second[case][leaf] for leaf in leaves} for case, leaves in first.items()
     }
-    return expected, together, (alone, apart)
+    return expected, together, (alone, apart), two.texts
 
 
 def test_two_processes_give_the_bits_of_one(digests):
-    expected, together, (_, apart) = digests
+    expected, together, (_, apart), _ = digests
     assert all(len(devices) == 4 for leaves in together.values() for devices in leaves.values())
     ours = together.keys() - set(apart)  # XLA's own sums have another order between processes
     assert len(ours) >= 8 and {name: together[name] for name in ours} == {name: expected[name] for name in ours}
@@ -82,22 +82,19 @@ def test_replicas_are_identical_in_all_processes(digests):
             assert {leaf for leaf, devices in leaves.items() if len(set(devices.values())) > 1} == set(), case
 
 
-def test_a_process_own_batch_is_not_the_batch_of_all():
-    with Ranks("batch", "batch") as processes:
-        for rank in (0, 1):
-            assert processes.wait(rank) == 0
-            refused = re.findall("REFUSED (.*)", processes.text(rank))
-            assert len(refused) == 3
-            assert refused.pop().startswith("value_and_grad: argument 'batch_specs', leaf [1]: expected")
-            for text in refused:
-                named(text, "train.step batch leaf ['x'] float32[2, 3] jax.make_array_from_process_local_data")
-            text = processes.text(rank)
-            # Gradients are 2 * (1 + 1 + 2 + 2) / 4 = 3, with a learning rate of 2.
-            assert "PARAMETERS [-6. -6. -6.]" in text
-            key, _ = jax.random.split(jax.random.key(5))  # as plain JAX has it
-            assert f"STATE [1.5, 1.5, 1.5] 1 {jax.random.key_data(key).tolist()}" in text
-            assert "GRADIENTS [1.5 1.5 1.5]" in text
-            assert "SHARDS [[-1.5, -1.5], [-1.5, -1.5]]" in text
+def test_a_process_own_batch_is_not_the_batch_of_all(digests):
+    for text in digests[3].values():
+        refused = re.findall("REFUSED (.*)", text)
+        assert len(refused) == 3
+        assert refused.pop().startswith("value_and_grad: argument 'batch_specs', leaf [1]: expected")
+        for words in refused:
+            named(words, "train.step batch leaf ['x'] float32[2, 3] jax.make_array_from_process_local_data")
+        # Gradients are 2 * (1 + 1 + 2 + 2) / 4 = 3, with a learning rate of 2.
+        assert "PARAMETERS [-6. -6. -6.]" in text
+        key, _ = jax.random.split(jax.random.key(5))  # as plain JAX has it
+        assert f"STATE [1.5, 1.5, 1.5] 1 {jax.random.key_data(key).tolist()}" in text
+        assert "GRADIENTS [1.5 1.5 1.5]" in text
+        assert "SHARDS [[-1.5, -1.5], [-1.5, -1.5]]" in text
 
 
 # What JAX does if a rank fails. docs/failures.md promises it, and no code of jaxcgx has a part in it.

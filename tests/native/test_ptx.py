@@ -31,8 +31,9 @@ def start(ptx, program, *arguments):
 
 def test_the_bytes_are_those_of_the_cpu():
     launches = collections.Counter()
-    for command in (["ptx_test_cuda", "1" if WHOLE else FEW], ["ptx_test_cuda_topk"], ["ptx_test_patch"]):
-        with start(BUILD / "ptx", *command) as process:
+    commands = ["ptx_test_cuda", "1" if WHOLE else FEW], ["ptx_test_cuda_topk"], ["ptx_test_patch"]
+    for command, running in [(command, start(BUILD / "ptx", *command)) for command in commands]:  # at the same time
+        with running as process:
             output = process.stdout.read()
         assert process.returncode == 0, output
         print(command, re.search(r"\d+ passed", output)[0])

@@ -1,20 +1,14 @@
 """Tests the package without its native module, with one of another version, and with JAXCGX_REFERENCE=1."""
 
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
+
+from helpers import python
 
 import jaxcgx as cgx
 from jaxcgx.native import registration
 
-
-def run(code, **env):
-    return subprocess.run(
-        [sys.executable, "-P", "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=300
-    )
-
+KERNELS, REFERENCE = ({"JAXCGX_REFERENCE": flag} for flag in "01")
 
 BYTES = """
 import hashlib, jax, numpy as np
@@ -55,23 +49,16 @@ np.testing.assert_allclose(ops.decode(layout, payload)[0] + new, x[0], atol=1e-6
 
 def test_reference_mode_gives_the_same_bytes_without_a_kernel():
     not_even_loaded = 'import sys; sys.modules["jaxcgx.native._native"] = None'
-    reference = run(not_even_loaded + BYTES + TRANSFORMATIONS, JAXCGX_REFERENCE="1")
-    native = run(BYTES, JAXCGX_REFERENCE="0")
-    assert reference.returncode == 0, reference.stderr
-    assert native.returncode == 0, native.stderr
-    (kernel, wanted), (no_kernel, got) = native.stdout.split(), reference.stdout.split()
+    no_kernel, got = python(not_even_loaded + BYTES + TRANSFORMATIONS, env=REFERENCE).stdout.split()
+    kernel, wanted = python(BYTES, env=KERNELS).stdout.split()
     assert kernel == "True" and no_kernel == "False" and got == wanted
 
 
 def test_a_missing_module_is_one_error_with_the_remedy():
-    result = run("import sys; sys.modules['jaxcgx.native._native'] = None; import jaxcgx", JAXCGX_REFERENCE="0")
-    assert result.returncode != 0
-    last = result.stderr.strip().splitlines()[-1]
-    assert (
-        last.startswith("ImportError: jaxcgx: its native module can't be loaded")
-        and "pip install" in last
-        and "JAXCGX_REFERENCE=1" in last
-    )
+    code = "import sys; sys.modules['jaxcgx.native._native'] = None; import jaxcgx"
+    last = python(code, status=1, env=KERNELS).stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: jaxcgx: its native module can't be loaded")
+    assert "pip install" in last and "JAXCGX_REFERENCE=1" in last
 
 
 def test_a_checkout_takes_the_installed_module(tmp_path):
@@ -89,23 +76,15 @@ sys.path[:0] = [{str(tmp_path)!r}, {str(tmp_path / "installed")!r}]
 import jaxcgx
 print(jaxcgx.__file__, jaxcgx.native.registration.MODULE.__file__, sep="\\n")
 """
-    result = run(code, JAXCGX_REFERENCE="0")
-    assert result.returncode == 0, result.stderr
-    ours, native = result.stdout.splitlines()
+    ours, native = python(code, env=KERNELS).stdout.splitlines()
     assert pathlib.Path(ours).is_relative_to(tmp_path / "jaxcgx") and pathlib.Path(native).is_relative_to(installed)
     broken = tmp_path / "jaxcgx" / "native" / "_native.so"  # its own comes first
     broken.touch()
-    last = run(code, JAXCGX_REFERENCE="0").stderr.strip().splitlines()[-1]
+    last = python(code, status=1, env=KERNELS).stderr.strip().splitlines()[-1]
     assert "native module can't be loaded" in last and "pip install" in last
 
 
 def test_a_module_of_another_version_is_refused():
     code = "import importlib.metadata as m; m.version = lambda name: '9.9'; import jaxcgx"
-    result = run(code, JAXCGX_REFERENCE="0")
-    last = result.stderr.strip().splitlines()[-1]
-    assert (
-        result.returncode != 0
-        and "of version" in last
-        and "the package of version 9.9" in last
-        and "pip install" in last
-    )
+    last = python(code, status=1, env=KERNELS).stderr.strip().splitlines()[-1]
+    assert "of version" in last and "the package of version 9.9" in last and "pip install" in last

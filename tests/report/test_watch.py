@@ -2,14 +2,13 @@
 
 import gc
 import logging
-import subprocess
-import sys
 import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import python
 
 import jaxcgx as cgx
 
@@ -35,9 +34,9 @@ def test_it_says_what_hangs(caplog):
 
 def test_it_ends_a_process():
     code = "import jax, time, jaxcgx as cgx; cgx.watch(lambda: time.sleep(60), 0.1, end=0.3)()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "call 1 of <lambda>" in done.stderr
-    assert done.stderr.endswith("watch: the process ends, as a call took longer than end=0.3 s\n")
+    said = python(code, status=1, timeout=60).stderr
+    assert "call 1 of <lambda>" in said
+    assert said.endswith("watch: the process ends, as a call took longer than end=0.3 s\n")
 
 
 def test_it_is_silent_in_time_and_ends_with_its_function(caplog):

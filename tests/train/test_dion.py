@@ -31,6 +31,9 @@ def loss_fn(params, x):
     return ((hidden - x[:, ::-1]) ** 2).mean() + ((hidden @ params["small"]) ** 2).mean() + (x @ params["embed"]).mean()
 
 
+gradient = jax.jit(jax.grad(loss_fn))
+
+
 def orthonormal(p):
     q, r = np.linalg.qr(p)
     return q * np.sign(np.diag(r))
@@ -56,7 +59,7 @@ def by_numpy(ranks, steps, synchronized):
     factors = {name: min(RANK, *x.shape) for name, x in matrices.items()}
     q = {name: np.float64(_start(factors[name], x.shape[1])).T for name, x in matrices.items()}
     buffers = {name: [np.zeros_like(x)] * ranks for name, x in matrices.items()}
-    gradient, others = jax.jit(jax.grad(loss_fn)), {name: x for name, x in PARAMS.items() if name not in MATRICES}
+    others = {name: x for name, x in PARAMS.items() if name not in MATRICES}
     for _ in range(steps):
         given = others | {name: jnp.float32(x) for name, x in matrices.items()}
         parts = [gradient(given, x) for x in np.split(X, ranks)]
@@ -72,7 +75,7 @@ def make(exchange, mesh, axis="data", **options):
     return cgx.make_train_step(loss_fn, optimizer, mesh, exchange, sharding=cgx.Sharding(axis), **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, (2, 2)], ids=str)
+@pytest.mark.parametrize("ranks", [1, 3, (2, 2)], ids=str)
 def test_numpy(ranks):
     """Updates are those of the algorithm, whichever R leaves the buffers. Buffers are those with each rank's own R."""
     exchange = cgx.Dion(RANK, momentum=MU, rules=[("embed", cgx.Raw())])
@@ -112,7 +115,7 @@ def test_what_travels():
     factors = 4 * RANK * 2 * (8 + 20)
     assert factors <= cgx.explain(train.step, state, X, show=False).bytes < factors + 4 * (20 + 8 * 40)
     state, _ = train.step(state, X)
-    grads = jax.grad(loss_fn)(PARAMS, X)
+    grads = gradient(PARAMS, X)
     np.testing.assert_allclose(state.params["bias"], -grads["bias"], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(state.params["embed"], PARAMS["embed"] - grads["embed"], atol=0.05)
     assert (state.params["small"] == PARAMS["small"]).all() and state.exchange.own.momentum["small"] is None

@@ -18,8 +18,6 @@ from training import CODEC, PARAMS, X, loss_fn, mesh_of, place, save
 
 import jaxcgx as cgx
 
-ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
-
 
 @functools.cache
 def make(ranks):
@@ -93,6 +91,7 @@ def test_a_manager_and_a_hierarchy(tmp_path):
     exchange = cgx.Momentum(CODEC, 0.5)
     state = cgx.compress_gradients("data", exchange, axis_size=3).init(half)
     state = jax.tree.map(lambda x: jnp.ones_like(x) if x.ndim > 1 else x, state)
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     with ocp.CheckpointManager(tmp_path) as manager:
         manager.save(5, args=ocp.args.StandardSave((half, state)))
     with jax.set_mesh(mesh_with(node=2, local=2)):

@@ -68,7 +68,7 @@ def plain():
     return params
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])  # 5 matrices: rows of zeros with 3 and 4
+@pytest.mark.parametrize("ranks", [1, 3])  # 5 matrices: a row of zeros with 3
 def test_muon_of_stacks_is_muon(plain, ranks):
     params, _, _ = train(ranks, cgx.Raw(), cgx.Raw())
     assert jax.tree.structure(params) == jax.tree.structure(plain)

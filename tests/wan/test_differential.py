@@ -14,7 +14,7 @@ import optax
 import pytest
 import steps
 from errors import table
-from helpers import mesh_with
+from helpers import FULL, mesh_with
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks, whole_numbers
 from started import Processes, free_port
@@ -212,7 +212,7 @@ def test_an_adaptive_share_compiles_few_exchanges():
     assert found[0] > 0 and found[1] <= found[0] / 3 * (2 * differential.LEVELS + 1)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[*[2] * FULL, 3])
 def late(request):
     """Returns {"RESULT" or "ERROR": what each of several processes has printed after it} (differential_rank.py)."""
     rank, port = pathlib.Path(__file__).with_name("differential_rank.py"), free_port()
