@@ -57,7 +57,8 @@ def main():
     matrix.run("mmdebstrap", "--include=python3-venv,python3-dev", "bookworm", ROOT, check=True)
     for path in OF_HOST:
         if pathlib.Path("/", path).is_dir():
-            shutil.copytree(pathlib.Path("/", path), ROOT / path, dirs_exist_ok=True, symlinks=True)
+            shutil.rmtree(ROOT / path, ignore_errors=True)
+            shutil.copytree(pathlib.Path("/", path), ROOT / path, symlinks=True)
         elif pathlib.Path("/", path).exists():
             shutil.copy(pathlib.Path("/", path), ROOT / path)
     run("python3 -m venv /python && pip install --quiet --upgrade pip")
