@@ -95,7 +95,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
 demo: $(BUILT) ## build and install into .venv, then train over a slow link, with and without compression
-	@.venv/bin/python examples/digits.py --steps 40
+	@.venv/bin/python examples/digits.py --steps 30
 
 recipe: $(BUILT) ## build and install into .venv, then train on digits with DGC
 	@$(call EXTRA,recipes)
