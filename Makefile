@@ -213,7 +213,7 @@ cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
 	@echo "== C++ tests under sanitizers"
 	@PATH="$(CURDIR)/$(BUILD_ENV)/bin:$$PATH" && \
 	cmake -S . -B build/cpp -G Ninja -DJAXCGX_TESTS=ON -DJAXCGX_MODULE=OFF -DJAXCGX_CUDA=OFF \
-		-DJAXCGX_WERROR=ON >/dev/null && \
+		-DJAXCGX_WERROR=ON -DPython_EXECUTABLE="$(CURDIR)/$(BUILD_ENV)/bin/python" >/dev/null && \
 	cmake --build build/cpp -- --quiet && \
 	ctest --test-dir build/cpp --output-on-failure --parallel 3 --output-junit $(TIMES)/cpp.xml
 
@@ -268,7 +268,8 @@ test-arm: $(INSTALLED) ## the bytes of the kernels for 64-bit Arm, cross-compile
 	cmake -S . -B build/arm -G Ninja -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 		-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
 		-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64-static \
-		-DJAXCGX_TESTS=ON -DJAXCGX_SANITIZE=OFF -DJAXCGX_MODULE=OFF -DJAXCGX_CUDA=OFF >/dev/null && \
+		-DJAXCGX_TESTS=ON -DJAXCGX_SANITIZE=OFF -DJAXCGX_MODULE=OFF -DJAXCGX_CUDA=OFF \
+		-DPython_EXECUTABLE="$(CURDIR)/$(BUILD_ENV)/bin/python" >/dev/null && \
 	cmake --build build/arm --target test_digest && ctest --test-dir build/arm -R test_digest --output-on-failure
 
 test-image: $(INSTALLED) ## as root, run the steps of the Dockerfile's image for CPUs in Debian; needs mmdebstrap
@@ -443,11 +444,11 @@ WHILE_BUILDING = rm -rf .venv/wheel && mkdir -p .venv/wheel build && trap 'kill 
 	{ wait $$native || { cat build/log.txt >&2; exit 1; }; } && \
 	[ $$installed = 0 ]
 
-# What is left out is deleted, so a build that has had the kernels of all processors keeps them.
-KERNELS := $(if $(wildcard .venv/installed-*),ALL,NATIVE)
+# CMake deletes what a build leaves out. So if all kernels have been built, all are built again.
+KERNELS = $(shell grep -qs '^JAXCGX_KERNELS:.*=ALL' build/editable/CMakeCache.txt && echo ALL || echo NATIVE)
 
-# Enough to use jaxcgx here: the kernels of this processor alone, and nothing for tests. The stamps are removed first: a failed install is neither the new one nor
-# the old one.
+# Enough to use jaxcgx here: the kernels of this processor alone, and nothing for tests. The stamps are removed first: a
+# failed install is neither the new one nor the old one.
 $(BUILT): | interpreter
 	@rm -f .venv/built-* .venv/installed-*
 	@[ -x .venv/bin/pip ] || { echo "== creating .venv"; "$(PYTHON)" -m venv --clear .venv; }

@@ -50,9 +50,7 @@ def run_rank(port, rank, variables):
 def run(variables):
     """Returns the seconds of (three steps, finish) of the slowest of four processes."""
     words = [sys.executable, __file__, "--rank", str(free_port())]
-    running = [
-        subprocess.Popen([*words, str(rank), variables], stdout=subprocess.PIPE, text=True) for rank in range(4)
-    ]
+    running = [subprocess.Popen([*words, str(rank), variables], stdout=subprocess.PIPE, text=True) for rank in range(4)]
     said = [process.communicate()[0] for process in running]
     if any(process.returncode for process in running):
         sys.exit("variables: a process failed, see above")

@@ -79,7 +79,7 @@ struct PatchApply {
 Status encode_patch(const PatchEncode& args, cudaStream_t stream);
 Status apply_patch(const PatchApply& args, cudaStream_t stream);
 
-// The number of kernels that this host thread has launched.
+// The number of kernels that this host thread has launched or loaded.
 inline thread_local uint64_t launched = 0;
 // While one lives, this host thread's launches only load their kernels. CUDA loads a kernel when it is first used. In a
 // launch, that may wait until another kernel has ended.

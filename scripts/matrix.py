@@ -148,6 +148,7 @@ def wheel(version, python):
             folder,
             f"--config-settings=build-dir={build}",
             "--config-settings=cmake.define.JAXCGX_CUDA=OFF",
+            "--config-settings=cmake.define.JAXCGX_KERNELS=ALL",
         )
         stamp.write_text(checksum(*WHEEL))
     return next(folder.glob("*.whl"))

@@ -43,8 +43,9 @@ struct Cuda {
   }
 };
 
-// What the kernels of a call depend on, as bytes: the handler, the GPU, the attributes, and the types of the buffers.
-// XLA calls the initialize stage in each run of a program, and a handler can have no state (layout_of).
+// What the kernels of a call depend on, as bytes: the handler, the GPU, and the attributes, none of which is a string.
+// Calls without attributes depend on the types of their buffers. XLA calls the initialize stage in each run of a
+// program, and a handler can have no state (layout_of).
 class Key {
  public:
   Key(XLA_FFI_Handler* handler, const XLA_FFI_CallFrame& frame) {
@@ -53,6 +54,7 @@ class Key {
     add(&handler, sizeof handler);
     add(&device, sizeof device);
     add_attributes(frame.attrs);
+    if (frame.attrs.size > 0) return;
     for (int64_t i = 0; i < frame.args.size; ++i) add_buffer(frame.args.args[i]);
     for (int64_t i = 0; i < frame.rets.size; ++i) add_buffer(frame.rets.rets[i]);
   }
@@ -150,7 +152,9 @@ ffi::Error apply_patch(cudaStream_t stream, ffi::AnyBuffer old, Heads heads, ffi
 }  // namespace
 
 XLA_FFI_Error* load(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
-  if (frame->extension_start != nullptr) return handler(frame);  // XLA asks for the handler's traits
+  const XLA_FFI_Extension_Base* const extension = frame->extension_start;
+  if (extension != nullptr && extension->type == XLA_FFI_Extension_Metadata) return handler(frame);  // asks for traits
+  constexpr size_t kMostKept = 4096;
   static std::mutex mutex;
   static auto& loaded = *new std::unordered_set<std::string>;  // a program may still run when the process ends
   const Key key(handler, *frame);
@@ -163,6 +167,7 @@ XLA_FFI_Error* load(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* const error = handler(frame);
   frame->stage = stage;
   const std::lock_guard<std::mutex> lock(mutex);
+  if (loaded.size() == kMostKept) loaded.clear();  // no program has as many
   if (error == nullptr) loaded.insert(key.bytes());
   return error;
 }
