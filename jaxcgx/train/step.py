@@ -242,7 +242,7 @@ def put(state: PyTree, shardings: Any) -> PyTree:
     """Returns the state on all devices. jax.device_put can't put random keys on other processes' devices, but words."""
     words = jax.tree.map(lambda x: x if addable(x) else jax.random.key_data(x), state)
     wrap = lambda x, key: x if addable(key) else jax.random.wrap_key_data(x, impl=jax.random.key_impl(key))
-    # It compares what the processes pass, which it can't do if they have different numbers of devices. Then nothing does.
+    # It compares what the processes pass, which it can't do if their numbers of devices differ. Then nothing does.
     if len({*collections.Counter(device.process_index for device in jax.devices()).values()}) > 1:
         words = jax.jit(lambda x: x, out_shardings=shardings)(words)
     return jax.tree.map(wrap, jax.device_put(words, shardings), state)
