@@ -27,6 +27,7 @@ ALWAYS = (
     "tests/train/test_product.py",
     # one fixture runs what all of them compare
     "tests/transports/test_tcp.py::test_the_bits_of_plain_axes",
+    "tests/wan/test_differential.py::test_the_steps_are_those_of_numpy[drop]",
     # the value and the gradient of weighted means
     "tests/train/test_value_and_grad.py::test_losses_that_look_at_all_ranks[shard_map-AxisType.Auto]",
     "tests/train/test_value_and_grad.py::test_no_style_changes_a_number[Auto-True]",

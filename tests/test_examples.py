@@ -5,6 +5,7 @@ import functools
 import itertools
 import pathlib
 import re
+import runpy
 import shutil
 import sys
 import types
@@ -25,9 +26,21 @@ EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 @pytest.fixture
 def devices(monkeypatch):
-    """Lets the main function of a script use this process's devices."""
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    """Lets scripts use this process's devices. Returns {option of JAX: the value that a script gave it}."""
+    said = {}
+
+    def update(name, value):
+        getattr(jax.config, name)  # an error if there is no such option
+        said[name] = value
+
+    monkeypatch.setattr(jax.config, "update", update)
     monkeypatch.setattr(cgx, "keep_pages", lambda: None)
+    return said
+
+
+def run_script(monkeypatch, path, *words):
+    monkeypatch.setattr(sys, "argv", [path.name, *words])
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def test_digits(tmp_path):
@@ -41,8 +54,8 @@ def test_digits(tmp_path):
 
 
 def test_fsdp(devices, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fsdp.py", "--steps", "2", "--devices", "2"])
-    load_script(EXAMPLES / "fsdp.py", monkeypatch).main()
+    run_script(monkeypatch, EXAMPLES / "fsdp.py", "--steps", "2", "--devices", "2")
+    assert devices["jax_num_cpu_devices"] == 2
     raw, compressed = (int(line.split()[-5].replace(",", "")) for line in capsys.readouterr().out.splitlines())
     assert raw > 4 * compressed
 
@@ -65,11 +78,12 @@ def test_tunix_weights_after_the_trainer_restarts(monkeypatch):
     sampler.subscriber.close()
 
 
-@pytest.mark.parametrize("name", ["pipeline", "experts"])
-def test_activations(name, devices, monkeypatch, capsys):
+@pytest.mark.parametrize(("name", "number"), [("pipeline", 2), ("experts", 4)])
+def test_activations(name, number, devices, monkeypatch, capsys):
     """With differences at 4 bits, and cotangents at 8, a pipeline's mean loss is within half a percent of raw."""
     path = EXAMPLES / f"{name}.py"
-    load_script(path, monkeypatch).main(*[] if FULL else [3])
+    run_script(monkeypatch, path, *[] if FULL else ["3"])
+    assert devices == {"jax_num_cpu_devices": number}
     lines = capsys.readouterr().out.splitlines()
     sent = [int(re.search(r"sends ([\d,]+) bytes", line)[1].replace(",", "")) for line in lines]
     assert sent[0] > 3 * max(sent[1:]) and len(path.read_text().splitlines()) <= 80
@@ -120,8 +134,9 @@ def test_lm_train(tmp_path, monkeypatch, capsys):
     smaller = dict(Transformer=functools.partial(script.Transformer, layers=1), LENGTH=16, EXAMPLES=8, MICRO_BATCHES=2)
     for name, value in smaller.items():
         monkeypatch.setattr(script, name, value)
-    often = functools.partial(script.ocp.CheckpointManagerOptions, save_interval_steps=2, max_to_keep=2)
-    monkeypatch.setattr(script.ocp, "CheckpointManagerOptions", lambda **options: often())
+    make = script.ocp.CheckpointManagerOptions
+    often = lambda **options: make(**options | {"save_interval_steps": 2, "max_to_keep": 2})
+    monkeypatch.setattr(script.ocp, "CheckpointManagerOptions", often)
     for _ in range(2):
         script.main(4, tmp_path)
         shutil.rmtree(tmp_path / "checkpoints/4")
@@ -156,9 +171,7 @@ def test_wide_area(name, common, monkeypatch):
 def test_wide_area_demonstration(common, devices, tmp_path, monkeypatch, capsys):
     """Runs on virtual devices, which play GPUs, and makes a table and a plot of loss against time."""
     options = "--local", "--gpu", "--epoch", "1", "--bs", "224", "--out", str(tmp_path / "new")
-    monkeypatch.setattr(sys, "argv", ["fp16.py", *options])
-    script = load_script(EXAMPLES / "wan/fp16.py", monkeypatch)
-    common.demonstrate(script.__doc__, script.TECHNIQUES)
+    run_script(monkeypatch, EXAMPLES / "wan/fp16.py", *options)
     printed = capsys.readouterr().out
     assert "float16" in printed and "loss at end" in printed
     assert (tmp_path / "new/fp16.png").read_bytes().startswith(b"\x89PNG")

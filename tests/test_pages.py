@@ -406,7 +406,7 @@ def test_training_steps_that_are_skipped():
     scaled = on_ranks(scaling, names, begin)
     expected = jax.tree.map(lambda g: 8 * g, jax.grad(pages.loss_fn)(names["params"], names["batch"]))
     assert jax.tree.map(jnp.shape, scaled) == jax.tree.map(jnp.shape, expected)
-    run(sys.executable, "-P", "-W", "error", "-c", keeping)
+    run(sys.executable, "-P", "-W", "error", "-c", keeping, timeout=600)
 
 
 def test_training_models():

@@ -4,6 +4,7 @@ tests/cpp/ptx runs its launchers and its PTX. `make cuda` and `make cuda-short` 
 """
 
 import collections
+import contextlib
 import os
 import pathlib
 import re
@@ -32,9 +33,10 @@ def start(ptx, program, *arguments):
 def test_the_bytes_are_those_of_the_cpu():
     launches = collections.Counter()
     commands = ["ptx_test_cuda", "1" if WHOLE else FEW], ["ptx_test_cuda_topk"], ["ptx_test_patch"]
-    for command, running in [(command, start(BUILD / "ptx", *command)) for command in commands]:  # at the same time
-        with running as process:
-            output = process.stdout.read()
+    with contextlib.ExitStack() as stack:  # they run at the same time
+        running = [stack.enter_context(start(BUILD / "ptx", *command)) for command in commands]
+        outputs = [process.stdout.read() for process in running]
+    for command, process, output in zip(commands, running, outputs):
         assert process.returncode == 0, output
         print(command, re.search(r"\d+ passed", output)[0])
         for kernel, count in re.findall(r"^ptx: (\w+): \d+ instructions in (\d+) launches$", output, re.MULTILINE):

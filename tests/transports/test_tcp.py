@@ -62,7 +62,7 @@ def over_tcp():
 @pytest.mark.parametrize("fed", [False, True])
 def test_the_bits_of_plain_axes(over_tcp, expected, fed):
     chosen = lambda bits: {case: each for case, each in bits.items() if (case == "raw, fed") == fed}
-    assert chosen(over_tcp) == chosen(expected)
+    assert chosen(expected) and chosen(over_tcp) == chosen(expected)
 
 
 def test_processes_with_different_numbers_of_devices(expected):
