@@ -1,6 +1,6 @@
 """Measures how long the first three steps take with all of GeoMX's variables together (`make bench-variables`).
 
-Four processes of this machine are two data centers of two ranks, and run the program of docs/wan.md over Tcp. They
+Four processes of one machine are two data centers of two ranks, and run the program of docs/wan.md over Tcp. They
 compile their steps at the same time.
 """
 
