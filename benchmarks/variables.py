@@ -6,11 +6,11 @@ compile their steps at the same time.
 
 import json
 import os
-import subprocess
 import sys
 import time
 
 from report import RESULTS, Report, free_port, header, line, mark, rounded
+from started import results
 
 GOAL = 15  # seconds
 CHARTS = [dict(table="rows", title="Three steps with GeoMX's variables", x="variables", y=["steps_seconds"])]
@@ -43,18 +43,16 @@ def run_rank(port, rank, variables):
         exec(part, names)
         jax.block_until_ready(names["state"])
         times.append(time.perf_counter())
-    print("TIMES", json.dumps(rounded([times[1] - times[0], times[2] - times[1]])), flush=True)
+    print("RESULT", json.dumps(rounded([times[1] - times[0], times[2] - times[1]])), flush=True)
     jax.distributed.shutdown()
 
 
 def run(variables):
     """Returns the seconds of (three steps, finish) of the slowest of four processes."""
-    words = [sys.executable, __file__, "--rank", str(free_port())]
-    running = [subprocess.Popen([*words, str(rank), variables], stdout=subprocess.PIPE, text=True) for rank in range(4)]
-    said = [process.communicate()[0] for process in running]
-    if any(process.returncode for process in running):
+    port = free_port()
+    times = results(*([__file__, "--rank", port, rank, variables] for rank in range(4)))
+    if None in times:
         sys.exit("variables: a process failed, see above")
-    times = [json.loads(text.rpartition("TIMES ")[2]) for text in said]
     return map(max, zip(*times))
 
 
