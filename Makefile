@@ -430,9 +430,12 @@ interpreter:
 		echo "$(PYTHON) not found: name a Python >= 3.11, as in 'make PYTHON=python3.12'." >&2; exit 1; }
 	@"$(PYTHON)" -c "$$CHECK"
 
-# Builds the native module with the kernels of $(1), an option of CMakeLists.txt.
-NATIVE = { [ -x $(BUILD_ENV)/bin/pip ] || "$(PYTHON)" -m venv $(BUILD_ENV); } && \
-	$(BUILD_ENV)/bin/python $(PIP) -r .venv/build.txt cmake ninja && \
+# Builds the native module with the kernels of $(1), an option of CMakeLists.txt. It needs jaxlib's headers alone, so what
+# jaxlib requires is left out. The pip of .venv installs into both environments.
+NATIVE = { [ -x $(BUILD_ENV)/bin/python ] || "$(PYTHON)" -m venv --without-pip $(BUILD_ENV); } && \
+	export PIP_PYTHON=$(BUILD_ENV)/bin/python && \
+	grep -v ^jaxlib .venv/build.txt | xargs .venv/bin/python $(PIP) cmake ninja && \
+	grep ^jaxlib .venv/build.txt | xargs .venv/bin/python $(PIP) --no-deps && \
 	$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
 		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)', \
 		'cmake.define.JAXCGX_KERNELS': '$(1)'})"

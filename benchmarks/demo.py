@@ -2,7 +2,7 @@
 
     python benchmarks/demo.py [--out DIR]
 
-Keeps its curves, and draws README's picture from them and from results/training-speed.json.
+Keeps its curves, and draws README's picture from them and from results/training-speed-transformer.json.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def main():
         report.show(line([name, *(f"{x:.{n}f}" for x, n in zip(values, (3, 1, 4, 3, 1)))]))
     report.show("", "Two processes, whose connections are paced to 100 Mbit/s. One run.")
     report.write(args.out, "demo")
-    draw(report.data, results.read(RESULTS / "training-speed.json"), picture)
+    draw(report.data, results.read(RESULTS / "training-speed-transformer.json"), picture)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 The measured times are those of results/collectives.json, from which constants of the model come, and of other networks:
 more hosts, other rates. --measure measures these again (needs root). Otherwise they come from results/prediction.json.
 The latency of each network comes from its smallest message, whose rows don't count as predictions. Training steps are
-those of results/training-speed.json. Hierarchies come from results/wan.json, and a slow line from
+those of results/training-speed-*.json. Hierarchies come from results/wan.json, and a slow line from
 results/topology.json.
 """
 
@@ -263,14 +263,15 @@ def step_of(method, hosts, mbit, compute, tree):
 
 
 def show_steps(report):
-    """Shows a table of the steps of results/training-speed.json, and adds its rows to the data.
+    """Shows a table of the steps of results/training-speed-*.json, and adds its rows to the data.
 
     The speed of a machine changes from turn to turn. So predictions begin with the computation of the same turn.
     """
-    rows = json.loads((RESULTS / "training-speed.json").read_text())["rows"]
+    names = map(training_speed_data.results_of, training_speed_data.MODELS)
+    rows = [row for name in names for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]]
     turns = {(row["network"], row["mbit"], row["method"]): np.array(row["ms_of_turns"]) for row in rows}
     trees = {name: make[0](np.random.default_rng(0)) for name, make in training_speed_data.MAKERS.items()}
-    report.show("", "Steps of training runs (results/training-speed.json)", "", *header("network", *METHODS))
+    report.show("", "Steps of training runs (results/training-speed-*.json)", "", *header("network", *METHODS))
     for network, mbit in dict.fromkeys((row["network"], row["mbit"]) for row in rows):
         model, hosts = network.split(", ")
         cells = [f"{network}, {mbit} Mbit/s"]

@@ -368,6 +368,23 @@ def measure(report, model, count, args):
     return found
 
 
+def report_on(model, args, torch):
+    """Measures a model on every number of hosts, and writes its results."""
+    inputs = data.MODELS[model].inputs
+    report = Report(args.command, args.repeats, torch=torch, inputs=inputs, rows=[], losses=[], charts=CHARTS)
+    report.show("", f"PyTorch: {torch or 'not measured; name a Python that has it: --torch PYTHON'}. Data: {inputs}.")
+    networks = {}
+    for count in args.hosts or HOSTS:
+        networks |= measure(report, model, count, args)
+    report.show("", "The method of each kind that reaches the loss first.", "", *compare(networks))
+    report.show("", "Where compression doesn't pay: how many times as soon it is there as the best psum.", "")
+    report.show(*losing(networks))
+    report.show("", "ByteGrad against PowerSGD: how many times as fast a step, how many times as soon the loss.", "")
+    report.show(*claim(networks), "", *NOTES.splitlines())
+    if args.out:
+        report.write(args.out, data.results_of(model))
+
+
 def main():
     args = parse()
     if why := why_not():
@@ -375,22 +392,10 @@ def main():
     torch = args.torch and version(args.torch)
     if args.torch and not torch:
         sys.exit(f"training_speed.py: {args.torch} has no torch")
-    report = Report(args.command, args.repeats, torch=torch, images=data.IMAGES, rows=[], losses=[], charts=CHARTS)
-    report.show(
-        "", f"PyTorch: {torch or 'not measured; name a Python that has it: --torch PYTHON'}. ResNet-20: {data.IMAGES}."
-    )
-    networks = {}
     for model in data.MODELS:
         if re.search(args.models or "", model):
-            for count in args.hosts or HOSTS:
-                networks |= measure(report, model, count, args)
-    report.show("", "The method of each kind that reaches the loss first.", "", *compare(networks))
-    report.show("", "Where compression doesn't pay: how many times as soon it is there as the best psum.", "")
-    report.show(*losing(networks))
-    report.show("", "ByteGrad against PowerSGD: how many times as fast a step, how many times as soon the loss.", "")
-    report.show(*claim(networks), "", *NOTES.splitlines())
+            report_on(model, args, torch)
     if args.out:
-        report.write(args.out, "training-speed")
         forget(args)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
-IMAGES = "Fashion-MNIST" if FASHION.is_dir() else "digits"  # that ResNet-20 sees
+IMAGES = "Fashion-MNIST" if FASHION.is_dir() else "digits"
 HELD_OUT = {"transformer": 64, "ResNet-20": 512}  # examples for the loss that is compared
 
 # The transformer predicts the next byte from bytes.
@@ -21,15 +21,21 @@ CHANNELS, BLOCKS, CLASSES = (16, 32, 64), 3, 10
 class Model(NamedTuple):
     batch: int  # examples per host and step
     rate: float  # learning rate, constant
+    inputs: str  # for the report
     target: float  # loss on held-out data that every method has to reach
     most: int  # steps after which a method is given up
     begun: int = 0  # steps without exchange that made the first weights
 
 
 MODELS = {
-    "transformer": Model(batch=4, rate=1e-3, target=2.45, most=300, begun=100),
-    "ResNet-20": Model(batch=16, rate=0.02, target=1.0, most=300),
+    "transformer": Model(batch=4, rate=1e-3, inputs="Python's documentation", target=2.45, most=300, begun=100),
+    "ResNet-20": Model(batch=16, rate=0.02, inputs=IMAGES, target=1.0, most=300),
 }
+
+
+def results_of(model):
+    """Returns the name of the results of a model."""
+    return f"training-speed-{model.lower()}"
 
 
 def transformer_weights(rng):

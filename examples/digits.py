@@ -11,6 +11,7 @@ its progress and a table, and plots the test accuracy against time.
 """
 
 import argparse
+import itertools
 import os
 import pathlib
 import shutil
@@ -51,9 +52,10 @@ WAYS = {
 
 
 def init_params():
-    keys = jax.random.split(jax.random.key(SEED), len(SIZES) - 1)
+    numbers = np.random.default_rng(SEED)  # jax.random would be compiled for each shape, which takes seconds
     return [
-        dict(w=jax.random.normal(k, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n)) for k, m, n in zip(keys, SIZES, SIZES[1:])
+        dict(w=jnp.asarray(numbers.normal(0, (2 / m) ** 0.5, (m, n)), jnp.float32), b=jnp.zeros(n))
+        for m, n in itertools.pairwise(SIZES)
     ]
 
 

@@ -98,17 +98,18 @@ def checksum(*paths):
 
 
 def pip(python, command, *arguments):
+    """Runs the pip of this environment for another Python, whose environment has none."""
     # Without --no-compile, pip would compile all modules. Python compiles the few modules that it imports.
     arguments = (*["--no-compile"] * (command == "install"), *arguments)
-    run(python, "-m", "pip", "--disable-pip-version-check", "--quiet", command, *arguments, check=True, cwd=ROOT)
+    ours = sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet"
+    run(*ours, command, *arguments, check=True, cwd=ROOT)
 
 
 def venv(python, folder, version):
     """Returns the Python of the environment in `folder`. Makes the environment if there is none of this version."""
     inside = folder / "bin/python"
-    # pip is installed last. If it is missing, an earlier run was interrupted.
-    if not (folder / "bin/pip").exists() or output(inside, "-c", PROBE) != version:
-        run(python, "-m", "venv", "--clear", folder, check=True)
+    if not inside.exists() or output(inside, "-c", PROBE) != version:
+        run(python, "-m", "venv", "--clear", "--without-pip", folder, check=True)
     return inside
 
 

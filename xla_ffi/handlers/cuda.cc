@@ -167,7 +167,7 @@ XLA_FFI_Error* load(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* const error = handler(frame);
   frame->stage = stage;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (loaded.size() == kMostKept) loaded.clear();  // no program has as many
+  if (loaded.size() == kMostKept) loaded.erase(loaded.begin());
   if (error == nullptr) loaded.insert(key.bytes());
   return error;
 }

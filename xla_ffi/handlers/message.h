@@ -116,13 +116,11 @@ inline std::shared_ptr<const Layout> layout_of(const Description& d, std::vector
   for (const Leaf& leaf : leaves) key.push_back(leaf.size), key.push_back(static_cast<int64_t>(leaf.dtype));
 
   const std::lock_guard<std::mutex> lock(mutex);
-  if (kept.size() == kMostKept) kept.clear();  // no program has as many
-  auto& found = kept[std::move(key)];
-  if (found == nullptr) {
-    std::vector<int64_t> shares(d.shares.begin(), d.shares.end());
-    found = std::make_shared<const Layout>(d.codec, std::move(leaves), d.chunks, std::move(shares));
-  }
-  return found;
+  if (const auto found = kept.find(key); found != kept.end()) return found->second;
+  if (kept.size() == kMostKept) kept.erase(kept.begin());
+  std::vector<int64_t> shares(d.shares.begin(), d.shares.end());
+  auto layout = std::make_shared<const Layout>(d.codec, std::move(leaves), d.chunks, std::move(shares));
+  return kept.emplace(std::move(key), std::move(layout)).first->second;
 }
 
 // Checks the attributes of a message and finds its layout.
