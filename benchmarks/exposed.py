@@ -12,7 +12,7 @@ import shlex
 import sys
 
 import training_speed as speed
-from report import RESULTS, Report, header, line, mark
+from report import RESULTS, Report, congestion, header, line, mark
 
 from jaxcgx.lab import signals_raise, why_not
 
@@ -23,7 +23,8 @@ BEST = {100: 0.35, 1000: 0.35, 10_000: 0.8}  # {Mbit/s: the goal for jaxcgx's be
 SAME = 0.6  # the goal for PowerSGD(4) in both frameworks
 
 NOTES = f"""\
-- The transformer, the methods, the hosts and the turns are those of [training-speed.md](training-speed.md). A turn has
+- The transformer, the methods, the hosts and the turns are those of
+  [training-speed-transformer.md](training-speed-transformer.md). A turn has
   {STEPS[100]} steps at 100 Mbit/s and {STEPS[1000]} on faster links. There is one more step before the turn of a step
   without exchange, as the other framework ran just before it.
 - exposed: the time of a step minus that of the same framework without any exchange, within each turn. The two
@@ -71,8 +72,9 @@ def main():
     args = parse()
     if why := why_not():
         sys.exit(f"exposed.py: not measured, {why}")
-    report = Report(args.command, args.repeats, torch=speed.version(args.torch), rows=[], ratios=[])
-    report.show("", f"PyTorch: {report.data['torch']}.")
+    settings = dict(torch=speed.version(args.torch), congestion=congestion())
+    report = Report(args.command, args.repeats, **settings, rows=[], ratios=[])
+    report.show("", f"PyTorch: {settings['torch']}. TCP of the hosts: {settings['congestion']}.")
     networks = {}
     for count in args.hosts:
         network = f"{MODEL}, {count} hosts"

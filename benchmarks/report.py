@@ -12,6 +12,7 @@ import statistics
 import sys
 
 from jaxcgx.lab import why_not
+from jaxcgx.lab.network import CONGESTION
 from jaxcgx.report import results
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests"))
@@ -38,6 +39,13 @@ def line(cells, width=36):
 
 def header(*cells, width=36):
     return [line(cells, width), line(["---", *["---:"] * (len(cells) - 1)], width)]
+
+
+def congestion():
+    """Returns the congestion control of TCP that hosts of the lab have."""
+    settings = pathlib.Path("/proc/sys/net/ipv4")
+    allowed = (settings / "tcp_allowed_congestion_control").read_text().split()
+    return CONGESTION if CONGESTION in allowed else (settings / "tcp_congestion_control").read_text().strip()
 
 
 def between_hosts(parser, target, run_rank):

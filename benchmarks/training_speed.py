@@ -22,7 +22,7 @@ import tempfile
 import numpy as np
 import training_speed_data as data
 from hosts import Hosts
-from report import RESULTS, Report, header, line, median, rounded
+from report import RESULTS, Report, congestion, header, line, median, rounded
 from training_speed_jax import STREAMING
 
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
@@ -33,7 +33,7 @@ HOSTS = 2, 4
 RATES = {100: 2, 1000: 3, 10_000: 3}  # {Mbit/s: steps of a turn}
 UNLIMITED = 100_000  # Mbit/s for runs in which only the losses count
 EVERY = 10  # steps between two losses
-SEEDS = 0, 1, 2  # of the first weights and batches of a training run. The speed is measured with the first.
+SEEDS = 0, 1, 2  # of the batches of a training run. The speed is measured with the first.
 AGREE = 1e-3  # the largest relative difference between the first losses of all methods
 ACROSS, SPAN = "priority|DiLoCo", STREAMING["every"]  # methods whose exchanges cross steps, the steps of their turns
 ROUND, PARTS = "DiLoCo, 4 bits, H 20", "DiLoCo, 4 bits, H 20, streaming"  # both send the same in a whole round
@@ -74,8 +74,6 @@ NOTES = f"""\
   bits are buckets of 512 elements in jnp. jaxcgx: make_train_step, with feedback. PyTorch: DistributedDataParallel over
   Gloo; with PowerSGD all gradients are one bucket, as its hooks of several buckets don't agree on an order over Gloo.
   The batched form of this hook isn't here: in torch 2.14 it ends with an AssertionError of its own.
-- DiLoCo: [diloco.md](diloco.md) has newer times. Since the results of 23 November 2026, its step updates parameters and
-  moments in place, which makes it faster, and turns of streaming have a whole round.
 - Bagua's documentation says that ByteGrad is 50% faster than PowerSGD and other compression.
 """
 
@@ -371,8 +369,10 @@ def measure(report, model, count, args):
 def report_on(model, args, torch):
     """Measures a model on every number of hosts, and writes its results."""
     inputs = data.MODELS[model].inputs
-    report = Report(args.command, args.repeats, torch=torch, inputs=inputs, rows=[], losses=[], charts=CHARTS)
-    report.show("", f"PyTorch: {torch or 'not measured; name a Python that has it: --torch PYTHON'}. Data: {inputs}.")
+    settings = dict(torch=torch, inputs=inputs, congestion=congestion())
+    report = Report(args.command, args.repeats, **settings, rows=[], losses=[], charts=CHARTS)
+    torch = torch or "not measured; name a Python that has it: --torch PYTHON"
+    report.show("", f"PyTorch: {torch}. Data: {inputs}. TCP of the hosts: {settings['congestion']}.")
     networks = {}
     for count in args.hosts or HOSTS:
         networks |= measure(report, model, count, args)

@@ -41,9 +41,9 @@ SEED = 0
 def init_params():
     convolutions = [(3, 3, m, n) for m, n in itertools.pairwise(CHANNELS)]
     shapes = [*convolutions, *itertools.pairwise(SIZES)]
-    numbers = np.random.default_rng(SEED)  # jax.random would be compiled for each shape, which takes seconds
+    keys = jax.random.split(jax.random.key(SEED), len(shapes))
     scale = lambda shape: (2 / np.prod(shape[:-1])) ** 0.5
-    return [dict(w=jnp.asarray(numbers.normal(0, scale(s), s), jnp.float32), b=jnp.zeros(s[-1])) for s in shapes]
+    return [dict(w=jax.random.normal(k, s) * scale(s), b=jnp.zeros(s[-1])) for k, s in zip(keys, shapes)]
 
 
 def loss_fn(params, batch):
@@ -141,13 +141,13 @@ def plot(runs, title, path):
 
 def run(techniques, axes, args):
     """Trains with every technique on all devices. Process 0 prints the table and writes the plot."""
-    cgx.keep_pages()
     if args.gpu and jax.default_backend() == "cpu" and jax.config.jax_platforms != "cpu":
         sys.exit("--gpu: JAX finds no GPU: see docs/install.md, or leave out --gpu")
     if jax.device_count() < CENTERS * LOCAL:
         sys.exit(
             f"--local --gpu: expected {CENTERS * LOCAL} GPUs, got {jax.device_count()}; leave out --local or --gpu"
         )
+    cgx.keep_pages()
     mesh = jax.make_mesh((CENTERS, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
     runs = {name: train(name, make, mesh, cgx.Sharding(axes), args) for name, make in techniques.items()}
     if jax.process_index() == 0:
