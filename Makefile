@@ -430,8 +430,8 @@ interpreter:
 		echo "$(PYTHON) not found: name a Python >= 3.11, as in 'make PYTHON=python3.12'." >&2; exit 1; }
 	@"$(PYTHON)" -c "$$CHECK"
 
-# Builds the native module with the kernels of $(1), an option of CMakeLists.txt. It needs jaxlib's headers alone, so what
-# jaxlib requires is left out. The pip of .venv installs into both environments.
+# Builds the native module with the kernels of $(1), an option of CMakeLists.txt. It needs jaxlib's headers alone, so
+# what jaxlib requires is left out. The pip of .venv installs into both environments.
 NATIVE = { [ -x $(BUILD_ENV)/bin/python ] || "$(PYTHON)" -m venv --without-pip $(BUILD_ENV); } && \
 	export PIP_PYTHON=$(BUILD_ENV)/bin/python && \
 	grep -v ^jaxlib .venv/build.txt | xargs .venv/bin/python $(PIP) cmake ninja && \

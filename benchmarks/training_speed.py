@@ -292,8 +292,9 @@ def parse():
 
 
 def ending(args):
-    """Returns how the names of the files end that keep the results of a command."""
-    return f"-{hashlib.sha256(args.command.encode()).hexdigest()[:8]}.json"
+    """Returns how the names of the files end that keep the results of a command with today's data."""
+    told = args.command + pathlib.Path(data.__file__).read_text()
+    return f"-{hashlib.sha256(told.encode()).hexdigest()[:8]}.json"
 
 
 def forget(args):

@@ -170,5 +170,5 @@ def write(path, model, hosts, seed=0):
         weights = begun(weights, model, make_batches(rng, (setting.begun, 2 * setting.batch), 1)[0])
     weights = {f"weights/{name}": value for name, value in weights.items()}
     _, held_out = make_batches(rng, (0,), HELD_OUT[model])
-    batches, _ = make_batches(np.random.default_rng([seed]), (setting.most, hosts * setting.batch), 0)
+    batches, _ = make_batches(np.random.default_rng([1, seed]), (setting.most, hosts * setting.batch), 0)
     np.savez(path, inputs=batches[0], targets=batches[1], held_inputs=held_out[0], held_targets=held_out[1], **weights)

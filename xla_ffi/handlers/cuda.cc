@@ -1,6 +1,8 @@
 // Handlers only launch kernels, so that XLA can capture them into CUDA graphs. Before, they load these kernels.
 #include "handlers/cuda.h"
 
+#include <cstddef>
+#include <iterator>
 #include <mutex>
 #include <unordered_set>
 #include <utility>
@@ -167,7 +169,8 @@ XLA_FFI_Error* load(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* const error = handler(frame);
   frame->stage = stage;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (loaded.size() == kMostKept) loaded.erase(loaded.begin());
+  static size_t turn = 0;  // each time, another one makes room
+  if (loaded.size() == kMostKept) loaded.erase(std::next(loaded.begin(), static_cast<ptrdiff_t>(turn++ % kMostKept)));
   if (error == nullptr) loaded.insert(key.bytes());
   return error;
 }

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -117,7 +119,8 @@ inline std::shared_ptr<const Layout> layout_of(const Description& d, std::vector
 
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = kept.find(key); found != kept.end()) return found->second;
-  if (kept.size() == kMostKept) kept.erase(kept.begin());
+  static size_t turn = 0;  // each time, another one makes room
+  if (kept.size() == kMostKept) kept.erase(std::next(kept.begin(), static_cast<ptrdiff_t>(turn++ % kMostKept)));
   std::vector<int64_t> shares(d.shares.begin(), d.shares.end());
   auto layout = std::make_shared<const Layout>(d.codec, std::move(leaves), d.chunks, std::move(shares));
   return kept.emplace(std::move(key), std::move(layout)).first->second;
