@@ -103,9 +103,8 @@ OF_PICTURE = f"""\
 OF_TIMES = f"""\
 - Between hosts at {MBIT} Mbit/s: busy is the time of a step without any exchange over that of the step, the median over
   turns. Turns have {speed.SPAN} steps, and begin and end when no exchange is in flight. Goal: at least {BUSY} for
-  streaming. seconds: the time to the loss
-  {TARGET}, which is measured every {speed.SPAN} steps, as in training_speed.py. There is one
-  seed.
+  streaming. seconds: the time to the loss {TARGET}, which is measured every {speed.SPAN} steps, as in
+  training_speed.py. There is one seed.
 """
 
 

@@ -268,9 +268,13 @@ def without_feedback():
     return each | {f"2 bits, lost by seed {seed}": plain[seed] - found[seed] for seed in (1, 2)}
 
 
+def training_runs():
+    return by("training-speed-transformer", "network", "mbit", "method")
+
+
 def bfloat16():
     """What a ring keeps of a sum in bfloat16, and what psum sends between CPU processes."""
-    runs = by("training-speed-transformer", "network", "mbit", "method")
+    runs = training_runs()
     sent = {kind: runs["transformer, 2 hosts", 100, f"psum, {kind}"]["sent_bytes"] for kind in ("bfloat16", "float32")}
     found = {f"psum {kind} MB": n / 1e6 for kind, n in sent.items()}
     return found | {"ring length": by("bfloat16", "gradients", "ranks")["equal", 512]["ring length"]}
@@ -286,7 +290,7 @@ PLAIN, FOUR_BITS, HOOK = "psum, one array", "MaxMin(4), Tcp", "PyTorch, PowerSGD
 
 def measured_run(mbit, method):
     """Returns the step in ms, the hours and the cost of 100,000 steps between 4 hosts, and the steps to the loss."""
-    row = by("training-speed-transformer", "network", "mbit", "method")["transformer, 4 hosts", mbit, method]
+    row = training_runs()["transformer, 4 hosts", mbit, method]
     hours = row["ms"] * 100_000 / 3.6e6
     return row["ms"], hours, hours * PRICES[mbit], row["steps"]
 
@@ -426,7 +430,7 @@ TRAINED = {
 
 
 def whole_trainings(cells, header):
-    rows, (number, unit) = by("training-speed-transformer", "network", "mbit", "method"), cells[1].split()
+    rows, (number, unit) = training_runs(), cells[1].split()
     place = f"transformer, {cells[0]} hosts", int(number) * {"Mbit/s": 1, "Gbit/s": 1000}[unit]
     best = [min(rows[*place, method]["seconds"] for method in TRAINED[column]) for column in header[2:]]
     return [cells[1], *best]
@@ -512,7 +516,7 @@ def gains(cells, header):
         sums = by("collectives", "network", "what", "size_bytes")[f"1 Gbit/s, {hosts} hosts", "loop", 2**26]
         return [cells[1], cells[2], sums["speedup"][{"MaxMin(4), Gloo": sums["auto"]}.get(method, "Tcp")], []]
     place = f"transformer, {hosts} hosts", int(number) * {"Mbit/s": 1, "Gbit/s": 1000}[unit]
-    rows = by("training-speed-transformer", "network", "mbit", "method")
+    rows = training_runs()
     found = {name: row["seconds"] for (*at, name), row in rows.items() if tuple(at) == place and row["seconds"]}
     torch = min(seconds for name, seconds in found.items() if name.startswith("PyTorch"))
     return [cells[1], cells[2], found["psum, one array"] / found[method], torch / found[method]]

@@ -1,8 +1,6 @@
 // Handlers only launch kernels, so that XLA can capture them into CUDA graphs. Before, they load these kernels.
 #include "handlers/cuda.h"
 
-#include <cstddef>
-#include <iterator>
 #include <mutex>
 #include <unordered_set>
 #include <utility>
@@ -156,7 +154,6 @@ ffi::Error apply_patch(cudaStream_t stream, ffi::AnyBuffer old, Heads heads, ffi
 XLA_FFI_Error* load(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   const XLA_FFI_Extension_Base* const extension = frame->extension_start;
   if (extension != nullptr && extension->type == XLA_FFI_Extension_Metadata) return handler(frame);  // asks for traits
-  constexpr size_t kMostKept = 4096;
   static std::mutex mutex;
   static auto& loaded = *new std::unordered_set<std::string>;  // a program may still run when the process ends
   const Key key(handler, *frame);
@@ -169,8 +166,7 @@ XLA_FFI_Error* load(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* const error = handler(frame);
   frame->stage = stage;
   const std::lock_guard<std::mutex> lock(mutex);
-  static size_t turn = 0;  // each time, another one makes room
-  if (loaded.size() == kMostKept) loaded.erase(std::next(loaded.begin(), static_cast<ptrdiff_t>(turn++ % kMostKept)));
+  make_room(loaded);
   if (error == nullptr) loaded.insert(key.bytes());
   return error;
 }

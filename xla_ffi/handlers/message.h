@@ -94,12 +94,20 @@ struct Description {
   int64_t chunks, batch;
 };
 
+constexpr size_t kMostKept = 4096;  // elements of a cache
+
+// Makes room in a cache that is full, each time at another place. Callers hold the cache's mutex.
+template <class Cache>
+void make_room(Cache& kept) {
+  static size_t turn = 0;
+  if (kept.size() == kMostKept) kept.erase(std::next(kept.begin(), static_cast<ptrdiff_t>(turn++ % kMostKept)));
+}
+
 // Returns the layout of a message with these attributes, which are checked. Layouts are kept, because a
 // program calls its operations on the same messages again and again. FFI's instantiate state can't keep them: jaxlib
 // (0.10 and 0.12) refuses a handler with a state if it is registered before the backend exists.
 inline std::shared_ptr<const Layout> layout_of(const Description& d, std::vector<Leaf> leaves) {
   using Key = std::vector<int64_t>;
-  constexpr size_t kMostKept = 4096;
   static std::mutex mutex;
   static std::map<Key, std::shared_ptr<const Layout>> kept;
 
@@ -119,8 +127,7 @@ inline std::shared_ptr<const Layout> layout_of(const Description& d, std::vector
 
   const std::lock_guard<std::mutex> lock(mutex);
   if (const auto found = kept.find(key); found != kept.end()) return found->second;
-  static size_t turn = 0;  // each time, another one makes room
-  if (kept.size() == kMostKept) kept.erase(std::next(kept.begin(), static_cast<ptrdiff_t>(turn++ % kMostKept)));
+  make_room(kept);
   std::vector<int64_t> shares(d.shares.begin(), d.shares.end());
   auto layout = std::make_shared<const Layout>(d.codec, std::move(leaves), d.chunks, std::move(shares));
   return kept.emplace(std::move(key), std::move(layout)).first->second;
