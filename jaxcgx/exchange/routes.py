@@ -26,7 +26,9 @@ from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import DType, PyTree
 
-OVERLAPPING = 4 * 2**20  # bytes of a message that is sent during the backward pass (benchmarks/notes/collectives.md)
+# The least and the most bytes of a message that is sent during the backward pass. Between these, a message has a
+# sixteenth of the tree: the first and the last message are what the pass can't hide (benchmarks/notes/collectives.md).
+OVERLAPPING = 2**20, 4 * 2**20
 SMALL = 2**16  # the most bytes of a raw leaf that shares a collective with other raw leaves
 
 
@@ -250,7 +252,9 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
         raise routes.wrong("leader=False without a hierarchy", "leader=True", remedy)
     envelopes, limit = list[Envelope](), plan.message_bytes
     if plan.fusion_mb is None:  # messages that overlap with computation are smaller
-        limit = OVERLAPPING if way.order is not None else limit
+        if way.order is not None:
+            least, most = OVERLAPPING
+            limit = min(max(least, sum(route.nbytes for route in routes.leaves) / 16), most)
         limit = limit if way.slice_elements is None else 4 * way.slice_elements
     for (cuts, stages), ids in groups.items():
         leaves = [routes.leaves[i] for i in ids]

@@ -3,6 +3,8 @@
 tests/transports/test_tcp.py tests sums that one program begins and another one ends.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,7 +15,7 @@ from ranks import mesh
 import jaxcgx as cgx
 from jaxcgx.exchange.reduce import begin, end
 from jaxcgx.exchange.resolve import transport_over_axes
-from jaxcgx.exchange.routes import Routes
+from jaxcgx.exchange.routes import Routes, Way
 
 
 def routes(x, codec=cgx.MaxMin(4), **fields):
@@ -41,3 +43,32 @@ def test_what_begins(codec):
 
     jax.eval_shape(jax.shard_map(start, mesh=mesh(2, 2), in_specs=P(), out_specs=P(), check_vma=False), x)
     assert seen == [(2, [])]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_raw_message_has_residuals_only_if_they_are_given(given):
+    """Those of a plan before, which compressed the leaves, are sent with them. Zeros would cost memory and time."""
+    x = [jnp.ones((8, 8))] * 4
+    residuals = [x[0] if given else None, None, *x[2:]]
+    mine = Routes.of("mean", cgx.Plan(cgx.MaxMin(4), [("[01]", cgx.Raw())], min_size=1), x)
+
+    def start(x):
+        net = transport_over_axes("mean", (cgx.Tcp("a"),))
+        return end(*begin(x, cgx.Carry(residuals=residuals), mine.over(net), None))[0]
+
+    program = jax.make_jaxpr(jax.shard_map(start, mesh=mesh(2), in_specs=P(), out_specs=P(), check_vma=False))(x)
+    begun = re.findall(r"((?:\w+:\S+ )+)= jaxcgx_tcp_begin\[", str(program))
+    assert sorted(results.count("f32[8,8]") for results in begun) == [2 * given, 2]
+
+
+@pytest.mark.parametrize(("mib", "messages"), [(8, 8), (32, 16), (128, 32)])
+def test_messages_of_a_backward_pass_have_a_sixteenth_of_the_tree(mib, messages):
+    x = [jax.ShapeDtypeStruct((2**17,), jnp.float32)] * (2 * mib)
+    mine, seen = Routes.of("mean", cgx.Plan(cgx.MaxMin(4), skip_1d=False), x), []
+
+    def count(_):
+        net, order = transport_over_axes("mean", (cgx.Tcp("a"),)), tuple(range(len(x)))
+        seen.extend(len(mine.over(net, way).envelopes) for way in (Way(), Way(order=order)))
+
+    jax.eval_shape(jax.shard_map(count, mesh=mesh(2), in_specs=P(), out_specs=P(), check_vma=False), 0.0)
+    assert seen == [-(-mib // 64), messages]
