@@ -100,7 +100,7 @@ def sync_in_backward(
     for envelope in travel.envelopes if order is None else reversed(travel.envelopes):
         ids = envelope.ids
         own = None
-        if given.residuals is not None and "residuals" in envelope.stages[0].codec.state:
+        if given.residuals is not None and envelope.has("residuals", residuals):
             own = [jnp.zeros(leaves[i].shape, jnp.float32) if residuals[i] is None else residuals[i] for i in ids]
         message = Message(ids, [leaves[i] for i in ids], call.key if envelope.stochastic else None, residuals=own)
         with travel.scope(ids):

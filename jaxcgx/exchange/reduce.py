@@ -246,10 +246,7 @@ def _check_array(travel: Travel, kind: str, route: Route, array: jax.Array | Non
 
 def _message(envelope: Envelope, leaves: list[Any], ticket: Ticket, kept: _Kept) -> Message:
     ids, key = envelope.ids, ticket.key if envelope.stochastic else None
-    kinds = [kind for kind in kept.arrays if kind in envelope.stages[0].codec.state]
-    if all(stage.codec.raw for stage in envelope.stages):  # needs only what the caller gave
-        kinds = [kind for kind in kinds if any(kept.arrays[kind][i] is not None for i in ids)]
-    state = {kind: kept.of(kind, ids) for kind in kinds}
+    state = {kind: kept.of(kind, ids) for kind, arrays in kept.arrays.items() if envelope.has(kind, arrays)}
     return Message(_numbers(ids, ticket.travel), leaves, key).replace(**state)
 
 

@@ -26,8 +26,8 @@ from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import DType, PyTree
 
-# The least and the most bytes of a message that is sent during the backward pass. Between these, a message has a
-# sixteenth of the tree: the first and the last message are what the pass can't hide (benchmarks/notes/collectives.md).
+# The least and the most bytes of a message that is sent during the backward pass. Between these, it has a sixteenth of
+# the tree, because the pass can hide neither the first nor the last message (benchmarks/notes/collectives.md).
 OVERLAPPING = 2**20, 4 * 2**20
 SMALL = 2**16  # the most bytes of a raw leaf that shares a collective with other raw leaves
 
@@ -174,6 +174,14 @@ class Envelope(NamedTuple):
     def stochastic(self) -> bool:
         return any(stage.codec.stochastic or stage.backward.stochastic for stage in self.stages)
 
+    def has(self, kind: str, arrays: Sequence[PyTree]) -> bool:
+        """Returns whether its message has a kind of state. `arrays`: what the caller gave for each leaf of the tree.
+
+        Raw leaves have only what the caller gave. Where others have nothing, they start from zeros.
+        """
+        codec = self.stages[0].codec
+        return kind in codec.state and (not codec.raw or any(arrays[i] is not None for i in self.ids))
+
 
 class Plain(NamedTuple):
     """Leaves that go through the uncompressed collectives, or are skipped."""
@@ -250,15 +258,11 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     if plan.leader and not way.rows and groups and not any(isinstance(r.codec, dict) for r in routes.leaves):
         remedy = "name several axes, and give the plan a codec for each axis, {axis: codec}"
         raise routes.wrong("leader=False without a hierarchy", "leader=True", remedy)
-    envelopes, limit = list[Envelope](), plan.message_bytes
-    if plan.fusion_mb is None:  # messages that overlap with computation are smaller
-        if way.order is not None:
-            least, most = OVERLAPPING
-            limit = min(max(least, sum(route.nbytes for route in routes.leaves) / 16), most)
-        limit = limit if way.slice_elements is None else 4 * way.slice_elements
+    envelopes = list[Envelope]()
     for (cuts, stages), ids in groups.items():
         leaves = [routes.leaves[i] for i in ids]
         chosen = _scheduled(routes, stages, net, leaves=leaves, way=way, cuts=cuts)
+        limit = _message_bytes(routes, net, way, codec=stages[0].codec)
         if way.slice_elements is not None:
             chosen = (chosen[0]._replace(net=chosen[0].net.sliced(way.slice_elements)), *chosen[1:])
         if way.deadline is not None:
@@ -270,6 +274,19 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     how = Sum(own=plan.own, divisor=float(size) if way.mean else 1.0, leader=plan.leader)
     shared = _share(routes, plain, way) if envelopes and manual and not way.rows else plain
     return Travel(routes, net, way, tuple(envelopes), plain=tuple(shared), how=how)
+
+
+def _message_bytes(routes: Routes, net: Transport, way: Way, codec: Codec) -> float:
+    """Returns the most bytes of a message. Messages that overlap with computation are smaller."""
+    plan = routes.plan
+    if plan.fusion_mb is None and way.slice_elements is not None:
+        return 4 * way.slice_elements
+    if plan.fusion_mb is not None or way.order is None:
+        return plan.message_bytes
+    least, most = OVERLAPPING
+    if net.begin_sum is None or codec.sparse or codec.low_rank:  # nothing is hidden, or little is sent, in two rounds
+        return most
+    return min(max(least, sum(route.nbytes for route in routes.leaves if not route.skipped) / 16), most)
 
 
 def _asked(routes: Routes, net: Transport) -> list[str | Overlay]:

@@ -61,13 +61,24 @@ def test_a_raw_message_has_residuals_only_if_they_are_given(given):
     assert sorted(results.count("f32[8,8]") for results in begun) == [2 * given, 2]
 
 
-@pytest.mark.parametrize(("mib", "messages"), [(8, 8), (32, 16), (128, 32)])
-def test_messages_of_a_backward_pass_have_a_sixteenth_of_the_tree(mib, messages):
-    x = [jax.ShapeDtypeStruct((2**17,), jnp.float32)] * (2 * mib)
-    mine, seen = Routes.of("mean", cgx.Plan(cgx.MaxMin(4), skip_1d=False), x), []
+@pytest.mark.parametrize(
+    ("mib", "codec", "axis", "messages"),
+    [
+        (8, cgx.MaxMin(4), cgx.Tcp("a"), 8),
+        (32, cgx.MaxMin(4), cgx.Tcp("a"), 16),
+        (128, cgx.MaxMin(4), cgx.Tcp("a"), 32),
+        (32, cgx.TopK(0.1), cgx.Tcp("a"), 8),
+        (32, cgx.PowerSGD(2), cgx.Tcp("a"), 8),
+        (32, cgx.MaxMin(4), "a", 8),
+    ],
+)
+def test_messages_of_a_backward_pass_have_a_sixteenth_of_the_tree(mib, codec, axis, messages):
+    leaf, seen = jax.ShapeDtypeStruct((2**9, 2**8), jnp.float32), []
+    x = {"sent": [leaf] * (2 * mib), "frozen": [leaf] * 256}
+    mine = Routes.of("mean", cgx.Plan(codec, [("frozen", cgx.Skip())]), x)
 
     def count(_):
-        net, order = transport_over_axes("mean", (cgx.Tcp("a"),)), tuple(range(len(x)))
+        net, order = transport_over_axes("mean", (axis,)), tuple(range(len(mine.leaves)))
         seen.extend(len(mine.over(net, way).envelopes) for way in (Way(), Way(order=order)))
 
     jax.eval_shape(jax.shard_map(count, mesh=mesh(2), in_specs=P(), out_specs=P(), check_vma=False), 0.0)
