@@ -78,7 +78,7 @@ def main():
     networks = {}
     for count in args.hosts:
         network = f"{MODEL}, {count} hosts"
-        for mbit, turns in speed.speeds(f"exposed, {network}", MODEL, count, STEPS, args).items():
+        for mbit, turns in speed.speeds(f"exposed, {network}", MODEL, count, STEPS, args)[0].items():
             rows = networks[f"{network}, {mbit} Mbit/s", mbit] = speed.figures(turns, {})
             report.show("", f"{network}, {mbit} Mbit/s.", "", *header("method", "MB sent", "step ms", "exposed ms"))
             for name, r in rows.items():

@@ -35,21 +35,24 @@ def counted(device):
 
 
 def serve(makers, device="eth0"):
-    """Executes the lines of the input, `["METHOD", steps]`, and prints the results.
+    """Executes the lines of the input, `["METHOD", steps, batch]`, and prints the results.
 
-    With 0 steps, the result is the loss.
+    With 0 steps, the result is the loss. With a batch that isn't None, the method first begins again, from the first
+    weights and with this batch.
 
     Args:
-      makers: {kind: {method: a function without arguments that returns an object with `run(steps)` and `loss()`}}. The
-        function is called when the method is first asked for.
+      makers: {kind: {method: a function without arguments that returns an object with `run(steps)`, `loss()` and
+        `begin(batch)` if it is asked to begin again}}. The function is called when the method is first asked for.
       device: the network device whose bytes are counted.
     """
     print("READY", json.dumps({kind: list(methods) for kind, methods in makers.items()}), flush=True)
     flat = {method: make for methods in makers.values() for method, make in methods.items()}
     get = functools.cache(lambda method: flat[method]())
     for line in sys.stdin:
-        method, steps = json.loads(line)
+        method, steps, batch = json.loads(line)
         program = get(method)
+        if batch is not None:
+            program.begin(batch)
         if not steps:
             found = dict(loss=program.loss())
         else:

@@ -64,14 +64,15 @@ class Hosts:
             found.append(json.loads(said.removeprefix(word + " ")))
         return found
 
-    def ask(self, method, steps):
+    def ask(self, method, steps, batch=None):
         """Makes all processes train `steps` steps by a method, or report their losses if `steps` is 0.
 
-        Returns {name of a figure: its value in each process}.
+        With the number of a batch, the method begins again, with this batch. Returns {name of a figure: its value in
+        each process}.
         """
         framework, _ = self.methods[method]
         for process in self._running[framework]:
-            process.stdin.write(json.dumps([method, steps]) + "\n")
+            process.stdin.write(json.dumps([method, steps, batch]) + "\n")
             process.stdin.flush()
         found = self._hear(framework, "DONE")
         return {what: [f[what] for f in found] for what in found[0]}

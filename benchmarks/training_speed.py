@@ -88,9 +88,9 @@ def commands(torch):
     return found | ({"PyTorch": [torch, HERE / "training_speed_torch.py"]} if torch else {})
 
 
-def curve(hosts, method, target, most, every):
+def curve(hosts, method, target, most, every, batch):
     """Returns the losses on held-out data after every `every` steps, until the target or `most` steps are reached."""
-    losses = [np.mean(hosts.ask(method, 0)["loss"])]
+    losses = [np.mean(hosts.ask(method, 0, batch)["loss"])]
     while smooth(losses)[-1] > target and every * len(losses) <= most:
         hosts.ask(method, every)
         losses.append(np.mean(hosts.ask(method, 0)["loss"]))
@@ -102,12 +102,12 @@ def smooth(losses):
     return [np.mean(losses[max(0, i - SMOOTH) : i]) for i in range(1, len(losses) + 1)]
 
 
-def curves(hosts, target, most, every=EVERY):
-    """Returns {method: losses} of all methods that exchange. Their first losses must agree."""
+def curves(hosts, target, most, every=EVERY, batch=0):
+    """Returns {method: losses} of all methods that exchange, from a batch on. Their first losses must agree."""
     found = {}
     for method, (_, kind) in hosts.methods.items():
         if kind != "alone":
-            found[method] = curve(hosts, method, target, most, every=every)
+            found[method] = curve(hosts, method, target, most, every=every, batch=batch)
             print(f"{method}: {len(found[method]) - 1} x {every} steps, loss {found[method][-1]:.3f}", file=sys.stderr)
     first = [losses[0] for losses in found.values()]
     if max(first) - min(first) > AGREE:
@@ -313,46 +313,45 @@ def kept(name, args, find):
 
 
 @contextlib.contextmanager
-def hosts_of(model, count, seed, args):
-    """Starts the hosts of a network. All have the same first weights and batches of this seed."""
+def hosts_of(model, count, args):
+    """Starts the hosts of a network. All have the same first weights, and the same batches of each seed."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         path = pathlib.Path(folder, "data.npz")
-        data.write(path, model, count, seed)
+        data.write(path, model, count, SEEDS)
         lab = stack.enter_context(Lab(count, link(UNLIMITED)))
         settings = dict(model=model, rate=data.MODELS[model].rate, data=str(path))
         yield Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
 
 
-def speeds(network, model, count, steps, args):
-    """Returns {Mbit/s: the turns of all methods}, and keeps each of them. `steps` is {Mbit/s: the steps of a turn}."""
+def speeds(network, model, count, steps, args, seeds=()):
+    """Measures the turns of all methods, and trains with each seed. `steps` is {Mbit/s: the steps of a turn}.
+
+    Returns ({Mbit/s: turns}, [{method: losses} of each seed]), and keeps each of them.
+    """
+    setting = data.MODELS[model]
     with contextlib.ExitStack() as stack:
-        hosts = functools.cache(lambda: stack.enter_context(hosts_of(model, count, SEEDS[0], args)))
+        hosts = functools.cache(lambda: stack.enter_context(hosts_of(model, count, args)))
 
         def of_rate(mbit):
             hosts().limit(link(mbit))
             return turns(hosts(), steps[mbit], args.repeats)
 
-        return {
+        def of_seed(seed):
+            hosts().limit(link(UNLIMITED))
+            first = setting.most * SEEDS.index(seed)
+            return curves(hosts(), setting.target, args.most or setting.most, batch=first)
+
+        taken = {
             mbit: kept(f"{network}, {mbit} Mbit/s", args, functools.partial(of_rate, mbit))
             for mbit in args.rates or steps
         }
-
-
-def training(network, model, count, seed, args):
-    """Returns {method: the losses of a training run with this seed}, and keeps them."""
-
-    def find():
-        with hosts_of(model, count, seed, args) as hosts:
-            return curves(hosts, data.MODELS[model].target, args.most or data.MODELS[model].most)
-
-    return kept(f"{network}, seed {seed}", args, find)
+        return taken, [kept(f"{network}, seed {seed}", args, functools.partial(of_seed, seed)) for seed in seeds]
 
 
 def measure(report, model, count, args):
     """Returns {network: rows} of a model on a number of hosts."""
     setting, found, network = data.MODELS[model], {}, f"{model}, {count} hosts"
-    taken = speeds(network, model, count, RATES, args)
-    trained = [training(network, model, count, seed, args) for seed in SEEDS]
+    taken, trained = speeds(network, model, count, RATES, args, SEEDS)
     where = dict(network=network)
     for method, values in trained[0].items():
         points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]

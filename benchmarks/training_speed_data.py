@@ -160,15 +160,20 @@ def begun(weights, model, batches):
     return {name: np.asarray(value) for name, value in carry[0].items()}
 
 
-def write(path, model, hosts, seed=0):
-    """Writes the first weights, the batches of a seed for a number of hosts, and the held-out examples of a model."""
+def write(path, model, hosts, seeds=(0,)):
+    """Writes the first weights, the batches for a number of hosts, and the held-out examples of a model.
+
+    Each seed has `Model.most` batches. Those of the next seed follow.
+    """
     make_weights, make_batches = MAKERS[model]
     rng, setting = np.random.default_rng(0), MODELS[model]
-    # The seed draws the batches alone. Other first weights and held-out examples would have other losses.
+    # A seed draws the batches alone. Other first weights and held-out examples would have other losses.
     weights = make_weights(rng)
     if setting.begun:
         weights = begun(weights, model, make_batches(rng, (setting.begun, 2 * setting.batch), 1)[0])
     weights = {f"weights/{name}": value for name, value in weights.items()}
     _, held_out = make_batches(rng, (0,), HELD_OUT[model])
-    batches, _ = make_batches(np.random.default_rng([1, seed]), (setting.most, hosts * setting.batch), 0)
-    np.savez(path, inputs=batches[0], targets=batches[1], held_inputs=held_out[0], held_targets=held_out[1], **weights)
+    shape = setting.most, hosts * setting.batch
+    batches = [make_batches(np.random.default_rng([1, seed]), shape, 0)[0] for seed in seeds]
+    inputs, targets = map(np.concatenate, zip(*batches))
+    np.savez(path, inputs=inputs, targets=targets, held_inputs=held_out[0], held_targets=held_out[1], **weights)

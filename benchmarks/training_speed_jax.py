@@ -187,9 +187,13 @@ class Program:
 
     def __init__(self, run, data, method):
         self.training = method(run)
-        self._data, self._at, self._loss = data, 0, jax.jit(run.loss())
+        self._data, self._loss = data, jax.jit(run.loss())
         self._sharding = NamedSharding(run.mesh, P("data"))
-        self.state = self.training.init(data.weights)
+        self.begin(0)
+
+    def begin(self, batch):
+        """Begins again with the first weights, and with this batch."""
+        self.state, self._at = self.training.init(self._data.weights), batch
 
     def _batch(self):
         return tuple(jax.make_array_from_process_local_data(self._sharding, b) for b in self._data.batch(self._at))

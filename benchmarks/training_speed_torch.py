@@ -86,7 +86,13 @@ class Program:
     """A model that one method trains."""
 
     def __init__(self, model, rate, data, hook):
-        self._net = (Transformer if model == "transformer" else ResNet)(data.weights)
+        self._model, self._rate, self._data, self._hook = model, rate, data, hook
+        self.begin(0)
+
+    def begin(self, batch):
+        """Begins again with the first weights, and with this batch."""
+        hook, transformer, self._at = self._hook, self._model == "transformer", batch
+        self._net = (Transformer if transformer else ResNet)(self._data.weights)
         if hook:
             # With several buckets, PowerSGD's hooks call Gloo in an order that differs between hosts. Then Gloo ends
             # the processes ("Received data size doesn't match", torch 2.13).
@@ -94,11 +100,10 @@ class Program:
             self._net = torch.nn.parallel.DistributedDataParallel(self._net, gradient_as_bucket_view=True, **buckets)
             hook(self._net)
         parameters = self._net.parameters()
-        if model == "transformer":
-            self._optimizer = torch.optim.Adam(parameters, rate)
+        if transformer:
+            self._optimizer = torch.optim.Adam(parameters, self._rate)
         else:
-            self._optimizer = torch.optim.SGD(parameters, rate, momentum=0.9)
-        self._data, self._at = data, 0
+            self._optimizer = torch.optim.SGD(parameters, self._rate, momentum=0.9)
 
     def _loss(self, net, batch):
         inputs, targets = map(torch.from_numpy, batch)
