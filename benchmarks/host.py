@@ -20,7 +20,7 @@ class Data:
     def __init__(self, path, rank, ranks):
         arrays = np.load(path)
         self.weights = {n.removeprefix("weights/"): arrays[n] for n in arrays.files if n.startswith("weights/")}
-        self._batches = [np.split(arrays[name], ranks, axis=1)[rank] for name in ("inputs", "targets")]
+        self._batches = [np.split(arrays[name], ranks, axis=1)[rank].copy() for name in ("inputs", "targets")]
         self.held_out = [np.split(arrays[name], ranks)[rank] for name in ("held_inputs", "held_targets")]
 
     def batch(self, step):
@@ -37,12 +37,12 @@ def counted(device):
 def serve(makers, device="eth0"):
     """Executes the lines of the input, `["METHOD", steps, batch]`, and prints the results.
 
-    With 0 steps, the result is the loss. With a batch that isn't None, the method first begins again, from the first
-    weights and with this batch.
+    With 0 steps, the result is the loss. With the number of a batch, the method first begins again with the first
+    weights, at this batch.
 
     Args:
       makers: {kind: {method: a function without arguments that returns an object with `run(steps)`, `loss()` and
-        `begin(batch)` if it is asked to begin again}}. The function is called when the method is first asked for.
+        `begin(batch)`, which only lines with a batch need}}. The function is called when the method is first asked for.
       device: the network device whose bytes are counted.
     """
     print("READY", json.dumps({kind: list(methods) for kind, methods in makers.items()}), flush=True)

@@ -56,7 +56,7 @@ METHODS = {
     "psum, one array": (cgx.Raw(), "gloo", 64, False),
     "MaxMin(4), Gloo": (cgx.MaxMin(4), "gloo", 64, False),
     "MaxMin(4), Tcp": (cgx.MaxMin(4), "tcp", 64, False),
-    "MaxMin(4), backward": (cgx.MaxMin(4), "tcp", 1, True),
+    "MaxMin(4), backward": (cgx.MaxMin(4), "tcp", 1, True),  # 1: for less than 16 MiB
     "Eden(4), Tcp": (cgx.Eden(4), "tcp", 64, False),
     "ByteGrad, Tcp": (cgx.ByteGrad(), "tcp", 64, False),
     "DGC 1 %, Tcp": (cgx.TopK(0.01), "tcp", 64, False),

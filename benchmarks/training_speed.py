@@ -33,7 +33,7 @@ HOSTS = 2, 4
 RATES = {100: 2, 1000: 3, 10_000: 3}  # {Mbit/s: steps of a turn}
 UNLIMITED = 100_000  # Mbit/s for runs in which only the losses count
 EVERY = 10  # steps between two losses
-SEEDS = 0, 1, 2  # of the batches of a training run. The speed is measured with the first.
+SEEDS = 0, 1, 2  # of the batches of training runs
 AGREE = 1e-3  # the largest relative difference between the first losses of all methods
 ACROSS, SPAN = "priority|DiLoCo", STREAMING["every"]  # methods whose exchanges cross steps, the steps of their turns
 ROUND, PARTS = "DiLoCo, 4 bits, H 20", "DiLoCo, 4 bits, H 20, streaming"  # both send the same in a whole round
@@ -280,6 +280,9 @@ def parse():
         help="where the results are written (default: benchmarks/results, but nowhere when other options are given)",
     )
     args = parser.parse_args()
+    batches = min(model.most for model in data.MODELS.values())
+    if args.most and args.most > batches:
+        parser.error(f"--most: a seed has {batches} batches")
     chosen = any(
         getattr(args, name) != parser.get_default(name)
         for name in ("models", "methods", "hosts", "rates", "most", "repeats")
@@ -314,7 +317,7 @@ def kept(name, args, find):
 
 @contextlib.contextmanager
 def hosts_of(model, count, args):
-    """Starts the hosts of a network. All have the same first weights, and the same batches of each seed."""
+    """Starts the hosts of a network, with the first weights and the batches of all seeds."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         path = pathlib.Path(folder, "data.npz")
         data.write(path, model, count, SEEDS)

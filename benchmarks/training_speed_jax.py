@@ -192,7 +192,7 @@ class Program:
         self.begin(0)
 
     def begin(self, batch):
-        """Begins again with the first weights, and with this batch."""
+        """Begins with the first weights, at this batch."""
         self.state, self._at = self.training.init(self._data.weights), batch
 
     def _batch(self):

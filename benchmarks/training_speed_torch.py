@@ -90,7 +90,7 @@ class Program:
         self.begin(0)
 
     def begin(self, batch):
-        """Begins again with the first weights, and with this batch."""
+        """Begins with the first weights, at this batch."""
         hook, transformer, self._at = self._hook, self._model == "transformer", batch
         self._net = (Transformer if transformer else ResNet)(self._data.weights)
         if hook:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxcgx.checks import wrong
 from jaxcgx.codecs import Codec, Raw, Skip
 from jaxcgx.codecs.base import spell
-from jaxcgx.exchange import costs, scopes
+from jaxcgx.exchange import costs, schedules, scopes
 from jaxcgx.exchange.message import Carry, Stage, Sum
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages, why_raw
@@ -26,8 +26,8 @@ from jaxcgx.plan.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.typing import DType, PyTree
 
-# The least and the most bytes of a message that is sent during the backward pass. Between these, it has a sixteenth of
-# the tree, because the pass can hide neither the first nor the last message (benchmarks/notes/collectives.md).
+# Bounds for the largest size of a message that is sent during the backward pass. Between these bounds, the size is a
+# sixteenth of the tree: the pass can hide neither the first nor the last message (benchmarks/notes/collectives.md).
 OVERLAPPING = 2**20, 4 * 2**20
 SMALL = 2**16  # the most bytes of a raw leaf that shares a collective with other raw leaves
 
@@ -175,9 +175,10 @@ class Envelope(NamedTuple):
         return any(stage.codec.stochastic or stage.backward.stochastic for stage in self.stages)
 
     def has(self, kind: str, arrays: Sequence[PyTree]) -> bool:
-        """Returns whether its message has a kind of state. `arrays`: what the caller gave for each leaf of the tree.
+        """Returns whether the message has a kind of state. `arrays`: the caller's array, or None, for each leaf.
 
-        Raw leaves have only what the caller gave. Where others have nothing, they start from zeros.
+        A message of compressed leaves has zeros in place of None. A message of raw leaves has no state if the caller
+        gave None for all of its leaves.
         """
         codec = self.stages[0].codec
         return kind in codec.state and (not codec.raw or any(arrays[i] is not None for i in self.ids))
@@ -262,7 +263,7 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     for (cuts, stages), ids in groups.items():
         leaves = [routes.leaves[i] for i in ids]
         chosen = _scheduled(routes, stages, net, leaves=leaves, way=way, cuts=cuts)
-        limit = _message_bytes(routes, net, way, codec=stages[0].codec)
+        limit = _message_bytes(routes, way, chosen[0], cuts)
         if way.slice_elements is not None:
             chosen = (chosen[0]._replace(net=chosen[0].net.sliced(way.slice_elements)), *chosen[1:])
         if way.deadline is not None:
@@ -276,15 +277,17 @@ def _travel(routes: Routes, net: Transport, sizes: tuple[int, ...], way: Way, ba
     return Travel(routes, net, way, tuple(envelopes), plain=tuple(shared), how=how)
 
 
-def _message_bytes(routes: Routes, net: Transport, way: Way, codec: Codec) -> float:
-    """Returns the most bytes of a message. Messages that overlap with computation are smaller."""
+def _message_bytes(routes: Routes, way: Way, stage: Stage, cuts: bool) -> float:
+    """Returns the most bytes of a message. `stage`: its outermost stage. `cuts`: a rank gets its slices of sums."""
     plan = routes.plan
-    if plan.fusion_mb is None and way.slice_elements is not None:
+    if plan.fusion_mb is not None:
+        return plan.message_bytes
+    if way.slice_elements is not None:
         return 4 * way.slice_elements
-    if plan.fusion_mb is not None or way.order is None:
+    if way.order is None:
         return plan.message_bytes
     least, most = OVERLAPPING
-    if net.begin_sum is None or codec.sparse or codec.low_rank:  # nothing is hidden, or little is sent, in two rounds
+    if cuts or not schedules.is_piecewise(stage):  # small messages pay only if the transport computes the whole sum
         return most
     return min(max(least, sum(route.nbytes for route in routes.leaves if not route.skipped) / 16), most)
 

@@ -65,9 +65,10 @@ def make_train_step(
       accumulate: the number of micro-batches into which a rank's part of the batch is split. Their gradients are
         averaged in float32 and sent once. The model state is passed from one micro-batch to the next.
       overlap: "backward": messages are made and sent in the order in which their gradients are ready in the backward
-        pass. Over `Tcp`, the backward pass continues during the exchange. A message then has the plan's `fusion_mb`, by
-        default a sixteenth of the gradients, but 1 to 4 MiB. With micro-batches, or a loop over layers, all gradients
-        are ready at the same time. Or a `Priority`: the gradients of a step travel until the next step needs them.
+        pass. Over `Tcp`, the backward pass continues during the exchange. The plan's `fusion_mb` is the largest size
+        of a message. Its default depends on the size of the gradients, and is 1 to 4 MiB. With micro-batches, or a loop
+        over layers, all gradients are ready at the same time. Or a `Priority`: the gradients of a step travel until the
+        next step needs them.
       model_state: for models with state besides the parameters, such as statistics of batches or random streams; any
         pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
         state) or, with `has_aux`, (loss, (the new model state, aux)). `init` takes (params, model_state).

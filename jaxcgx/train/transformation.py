@@ -62,8 +62,8 @@ def compress_gradients(
         function that is injected.
       order: the numbers of the leaves, in the order in which their gradients are ready in the backward pass
         (`backward_order`). Messages are made and sent in this order. Over `Tcp`, the backward pass continues during the
-        exchange, if there are several messages. A message has the plan's `fusion_mb`, by default a sixteenth of the
-        gradients, but 1 to 4 MiB.
+        exchange, if there are several messages. The plan's `fusion_mb` is the largest size of a message. Its default
+        depends on the size of the gradients, and is 1 to 4 MiB.
       axis_size: the number of ranks. It is needed if `init` is called outside shard_map and without a mesh in context
         (jax.set_mesh). For jax.pmap, pass 1 and replicate the state. Every device then has its own state.
       mesh, param_specs: for gradients of all ranks, as in `value_and_grad`.

@@ -47,7 +47,7 @@ def test_what_begins(codec):
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_raw_message_has_residuals_only_if_they_are_given(given):
-    """Those of a plan before, which compressed the leaves, are sent with them. Zeros would cost memory and time."""
+    """Residuals of an earlier plan, which compressed the leaves, are sent with the leaves. Zeros would cost time."""
     x = [jnp.ones((8, 8))] * 4
     residuals = [x[0] if given else None, None, *x[2:]]
     mine = Routes.of("mean", cgx.Plan(cgx.MaxMin(4), [("[01]", cgx.Raw())], min_size=1), x)
@@ -62,20 +62,22 @@ def test_a_raw_message_has_residuals_only_if_they_are_given(given):
 
 
 @pytest.mark.parametrize(
-    ("mib", "codec", "axis", "messages"),
+    ("mib", "codec", "schedule", "axis", "messages"),
     [
-        (8, cgx.MaxMin(4), cgx.Tcp("a"), 8),
-        (32, cgx.MaxMin(4), cgx.Tcp("a"), 16),
-        (128, cgx.MaxMin(4), cgx.Tcp("a"), 32),
-        (32, cgx.TopK(0.1), cgx.Tcp("a"), 8),
-        (32, cgx.PowerSGD(2), cgx.Tcp("a"), 8),
-        (32, cgx.MaxMin(4), "a", 8),
+        (8, cgx.MaxMin(4), "auto", cgx.Tcp("a"), 8),
+        (32, cgx.MaxMin(4), "auto", cgx.Tcp("a"), 16),
+        (32, cgx.Raw(), "auto", cgx.Tcp("a"), 16),
+        (128, cgx.MaxMin(4), "auto", cgx.Tcp("a"), 32),
+        (32, cgx.MaxMin(4), "ring", cgx.Tcp("a"), 8),
+        (32, cgx.TopK(0.1), "auto", cgx.Tcp("a"), 8),
+        (32, cgx.PowerSGD(2), "auto", cgx.Tcp("a"), 8),
+        (32, cgx.MaxMin(4), "auto", "a", 8),
     ],
 )
-def test_messages_of_a_backward_pass_have_a_sixteenth_of_the_tree(mib, codec, axis, messages):
+def test_messages_of_a_backward_pass_have_a_sixteenth_of_the_tree(mib, codec, schedule, axis, messages):
     leaf, seen = jax.ShapeDtypeStruct((2**9, 2**8), jnp.float32), []
     x = {"sent": [leaf] * (2 * mib), "frozen": [leaf] * 256}
-    mine = Routes.of("mean", cgx.Plan(codec, [("frozen", cgx.Skip())]), x)
+    mine = Routes.of("mean", cgx.Plan(codec, [("frozen", cgx.Skip())], schedule=schedule), x)
 
     def count(_):
         net, order = transport_over_axes("mean", (axis,)), tuple(range(len(mine.leaves)))
