@@ -78,7 +78,9 @@ def main():
     networks = {}
     for count in args.hosts:
         network = f"{MODEL}, {count} hosts"
-        for mbit, turns in speed.speeds(f"exposed, {network}", MODEL, count, STEPS, args)[0].items():
+        with speed.hosts_of(MODEL, count, args) as hosts:
+            taken = speed.speeds(hosts, f"exposed, {network}", STEPS, args)
+        for mbit, turns in taken.items():
             rows = networks[f"{network}, {mbit} Mbit/s", mbit] = speed.figures(turns, {})
             report.show("", f"{network}, {mbit} Mbit/s.", "", *header("method", "MB sent", "step ms", "exposed ms"))
             for name, r in rows.items():

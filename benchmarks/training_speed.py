@@ -317,44 +317,54 @@ def kept(name, args, find):
 
 @contextlib.contextmanager
 def hosts_of(model, count, args):
-    """Starts the hosts of a network, with the first weights and the batches of all seeds."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        path = pathlib.Path(folder, "data.npz")
-        data.write(path, model, count, SEEDS)
-        lab = stack.enter_context(Lab(count, link(UNLIMITED)))
-        settings = dict(model=model, rate=data.MODELS[model].rate, data=str(path))
-        yield Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
+    """Yields a function that returns the hosts of a network, and starts them when it is first called.
 
-
-def speeds(network, model, count, steps, args, seeds=()):
-    """Measures the turns of all methods, and trains with each seed. `steps` is {Mbit/s: the steps of a turn}.
-
-    Returns ({Mbit/s: turns}, [{method: losses} of each seed]), and keeps each of them.
+    All have the same first weights, and the batches of all seeds.
     """
-    setting = data.MODELS[model]
     with contextlib.ExitStack() as stack:
-        hosts = functools.cache(lambda: stack.enter_context(hosts_of(model, count, args)))
 
-        def of_rate(mbit):
-            hosts().limit(link(mbit))
-            return turns(hosts(), steps[mbit], args.repeats)
+        @functools.cache
+        def hosts():
+            path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
+            data.write(path, model, count, SEEDS)
+            lab = stack.enter_context(Lab(count, link(UNLIMITED)))
+            settings = dict(model=model, rate=data.MODELS[model].rate, data=str(path))
+            return Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
 
-        def of_seed(seed):
-            hosts().limit(link(UNLIMITED))
-            first = setting.most * SEEDS.index(seed)
-            return curves(hosts(), setting.target, args.most or setting.most, batch=first)
+        yield hosts
 
-        taken = {
-            mbit: kept(f"{network}, {mbit} Mbit/s", args, functools.partial(of_rate, mbit))
-            for mbit in args.rates or steps
-        }
-        return taken, [kept(f"{network}, seed {seed}", args, functools.partial(of_seed, seed)) for seed in seeds]
+
+def speeds(hosts, network, steps, args):
+    """Returns {Mbit/s: the turns of all methods}, and keeps each of them. `steps` is {Mbit/s: the steps of a turn}."""
+
+    def of_rate(mbit):
+        hosts().limit(link(mbit))
+        return turns(hosts(), steps[mbit], args.repeats)
+
+    return {
+        mbit: kept(f"{network}, {mbit} Mbit/s", args, functools.partial(of_rate, mbit)) for mbit in args.rates or steps
+    }
+
+
+def trainings(hosts, network, model, args):
+    """Returns {method: the losses of a training run} of each seed, and keeps each of them."""
+    setting = data.MODELS[model]
+
+    def of_batches(first):
+        hosts().limit(link(UNLIMITED))
+        return curves(hosts(), setting.target, args.most or setting.most, batch=first)
+
+    return [
+        kept(f"{network}, seed {seed}", args, functools.partial(of_batches, i * setting.most))
+        for i, seed in enumerate(SEEDS)
+    ]
 
 
 def measure(report, model, count, args):
     """Returns {network: rows} of a model on a number of hosts."""
     setting, found, network = data.MODELS[model], {}, f"{model}, {count} hosts"
-    taken, trained = speeds(network, model, count, RATES, args, SEEDS)
+    with hosts_of(model, count, args) as hosts:
+        taken, trained = speeds(hosts, network, RATES, args), trainings(hosts, network, model, args)
     where = dict(network=network)
     for method, values in trained[0].items():
         points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]

@@ -275,22 +275,19 @@ def training_runs():
 def trainings():
     """How soon jaxcgx's best method reaches the loss, and what it adds to a step, each over PyTorch's best."""
     rows, found = training_runs(), {}
+    methods = {name: f"{name}, Tcp" for name in ("MaxMin(4)", "Eden(4)", "DGC 1 %", "PowerSGD(4)")} | {"psum": PLAIN}
     for hosts in 2, 4:
-        at = f"transformer, {hosts} hosts"
+        place = f"transformer, {hosts} hosts"
         for mbit in PRICES:
-            each = {method: row for (*place, method), row in rows.items() if place == [at, mbit] and row["seconds"]}
-            kinds = ("jaxcgx", "PyTorch")
-            ours, theirs = ([row for row in each.values() if row["kind"] == kind] for kind in kinds)
-            least = lambda rows, key: min(row[key] for row in rows)
-            found[f"ahead, {hosts} at {mbit}"] = least(theirs, "seconds") / least(ours, "seconds")
-            found[f"added, {hosts} at {mbit}"] = least(ours, "exposed_ms") / least(theirs, "exposed_ms")
-            found[f"ByteGrad, {hosts} at {mbit}"] = each[HOOK]["seconds"] / each["ByteGrad, Tcp"]["seconds"]
-        for method in (
-            "psum, one array",
-            *(f"{name}, Tcp" for name in ("MaxMin(4)", "Eden(4)", "DGC 1 %", "PowerSGD(4)")),
-        ):
-            found[f"steps, {hosts}, {method.partition(',')[0]}"] = rows[at, 100, method]["steps"]
-        found |= {f"steps, {hosts}, seed {i}": n for i, n in enumerate(rows[at, 100, PLAIN]["steps_of_seeds"])}
+            each = [row for (*at, _), row in rows.items() if at == [place, mbit] and row["seconds"]]
+            least = lambda kind, key, each=each: min(row[key] for row in each if row["kind"] == kind)
+            hook, bytegrad = (rows[place, mbit, name]["seconds"] for name in (HOOK, "ByteGrad, Tcp"))
+            found[f"ahead, {hosts} at {mbit}"] = least("PyTorch", "seconds") / least("jaxcgx", "seconds")
+            found[f"added, {hosts} at {mbit}"] = least("jaxcgx", "exposed_ms") / least("PyTorch", "exposed_ms")
+            found[f"ByteGrad, {hosts} at {mbit}"] = hook / bytegrad
+        # The steps to the loss don't depend on the link.
+        found |= {f"steps, {hosts}, {name}": rows[place, 100, method]["steps"] for name, method in methods.items()}
+        found |= {f"steps, {hosts}, seed {i}": n for i, n in enumerate(rows[place, 100, PLAIN]["steps_of_seeds"])}
     return found
 
 
