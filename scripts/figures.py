@@ -114,7 +114,7 @@ def numbers():
     found["small psum"] = costs.sent("two_shot", cgx.Raw(), [leaf], 8)
     assert costs.choose(costs.Load.of(half, [leaf], 12_000, 8, None), Network()) == "one_shot"
     found |= derived() | predictions() | steps() | wide_area() | demonstration() | patches() | costs_of_runs()
-    found |= fine_tuning() | gathers()
+    found |= fine_tuning() | gathers() | sums()
     return found | without_feedback() | bfloat16() | trainings() | gpu()
 
 
@@ -167,6 +167,19 @@ def predictions():
         if (row["network"], row["what"], row["size_bytes"]) == ("loopback, 2 processes", "calls", 2**24)
     )
     return found | fast(old, new) | {"16 MiB over Tcp": calls["Tcp"] / calls["one_shot"]}
+
+
+def sums():
+    """How many times as fast as lax.psum a sum of 64 MiB is, as "auto" over Gloo and over Tcp."""
+    places = {"loopback": "loopback, 2 processes", "8": "1 Gbit/s, 8 hosts, pages kept"}
+    places |= {f"{hosts}": f"1 Gbit/s, {hosts} hosts" for hosts in (2, 4)}
+    rows = by("collectives", "network", "what", "size_bytes")
+    found = {}
+    for name, place in places.items():
+        for what in "loop", "calls":
+            row = rows[place, what, 2**26]
+            found |= {f"sum {name} {what} {way}": row["speedup"][row.get(way, way)] for way in ("auto", "Tcp")}
+    return found
 
 
 def gathers():
