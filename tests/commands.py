@@ -40,6 +40,8 @@ CLUSTER = "needs several hosts or a scheduler"
 ENGINE = "needs a container engine"
 DATA = "needs data that the reader downloads"
 LONG = "takes longer than a few minutes"
+MEMORY = "needs more memory than small machines have"
+RELEASE = "needs the files that `make wheels` makes"
 ENDLESS = "runs until it is stopped"
 FILLED_IN = "is a name, or has words that the reader fills in"
 OTHER_MPI = "would take the place of Open MPI"
@@ -49,13 +51,15 @@ NOT_RUN = {
     r"bench-(exposed|lab|late|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
     r"cuda1[23]|gpu": GPU,
     r"make cuda": COMPILER,
-    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link|a\.example": CLUSTER,
+    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link|a\.example|-H server": CLUSTER,
     r"^docker ": ENGINE,
     r"configs/cifar|^curl ": DATA,
     r"^tensorboard ": ENDLESS,
+    r"imagenet/vgg16": MEMORY,
+    r"release-checks|dist/": RELEASE,
     r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
-    r"kernels\.py --(kernels|size)|\.ci/run|gallery\.py": LONG,
-    r"make (gallery|gates|matrix|mpich|site-check|soak|test|wheels)": LONG,
+    r"kernels\.py --(kernels|size)|\.ci/run|(gallery|mutate)\.py": LONG,
+    r"make (choose|gallery|gates|matrix|mpich|site-check|soak|test|wheels)": LONG,
     r"\.\.\.|FILE|LOG|SECONDS|PID|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]|^ip": FILLED_IN,
     r"mpich": OTHER_MPI,
 }

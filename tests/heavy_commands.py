@@ -86,9 +86,10 @@ class Copy:
         python = pathlib.Path(sys.base_prefix) / "bin"
         # Without nvcc, because compiling the CUDA half takes minutes.
         path = [*([] if environment is None else [environment / "bin"]), python, "/usr/sbin:/usr/bin:/sbin:/bin"]
-        cache = {"PIP_CACHE_DIR": str(pathlib.Path("~/.cache/pip").expanduser())}  # downloads are not tested
-        pips = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-        env = cache | pips | ROOTS | {"HOME": str(self.home), "PATH": ":".join(map(str, path)), "LANG": "C.UTF-8"}
+        # Downloads are not tested: pip and npm get them as outside.
+        cache = {"PIP_CACHE_DIR": str(pathlib.Path("~/.cache/pip").expanduser())}
+        downloads = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "NODE_"))}
+        env = cache | downloads | ROOTS | {"HOME": str(self.home), "PATH": ":".join(map(str, path)), "LANG": "C.UTF-8"}
         # The shell's `wait` forgets how processes in the background end.
         each = "& pids+=($!); done; for pid in ${pids[@]}; do wait $pid; done"
         line = ["bash", "-e", "-c", re.sub(r"&\s*done; wait", lambda _: each, text)]
