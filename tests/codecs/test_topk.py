@@ -100,6 +100,13 @@ def test_exact_takes_the_largest_and_of_equal_ones_the_first(n, ratio):
         np.testing.assert_array_equal(cleared, np.where(np.isin(np.arange(n), at), 0, array))
 
 
+def test_the_first_of_several_nans_are_taken():
+    x = numbers(5000, "normal")
+    x[100:200] = np.arange(0x7FC00000, 0x7FC00064, dtype=np.uint32).view(np.float32)
+    (sent,) = np.nonzero(cgx.roundtrip(x, TopK(0.01)))
+    assert sent.tolist() == list(range(100, 150))
+
+
 @pytest.mark.parametrize("n", [4097, 4128, 7456, 22_817, 53_153, 262_143, 262_145])
 def test_exact_of_much(n):
     """The threshold that a small sample suggests may be smaller than all elements."""

@@ -16,7 +16,17 @@
 namespace jaxcgx::cpu {
 namespace {
 
-constexpr int64_t kTogether = 16;  // stretches per task
+constexpr int64_t kTogether = 16;     // stretches per task
+constexpr int64_t kCached = 1 << 18;  // numbers that a cache keeps
+
+// Returns the k-th largest magnitude of n >= k numbers, bit by bit. As long as the numbers are in a cache, this is
+// faster than kth_largest.
+uint32_t kth_by_bits(const float* numbers, int64_t n, int64_t k) {
+  uint32_t found = 0;
+  for (uint32_t bit = 1u << 30; bit != 0; bit >>= 1)
+    if (kernels().count(numbers, n, found | bit) >= k) found |= bit;
+  return std::min(found, kAnyNaN);
+}
 
 // Returns the k-th largest magnitude: a radix selection with three histograms. Each histogram counts the next bits of
 // the magnitudes whose upper bits equal the bits found so far. `visit(task, f)` calls f(numbers, count) for all numbers
@@ -185,11 +195,8 @@ class Selection {
   // Returns the k-th largest magnitude of n >= k numbers. A sample of every 16th number gives a threshold. If at least
   // k numbers reach the threshold, the search is among these numbers, else among all.
   uint32_t kth_of(const float* numbers, int64_t n, int64_t k) const {
-    const auto among = [&](const float* x, int64_t count) {
-      return kth_largest(k, 1, pool_, [&](int64_t, auto f) { f(x, count); });
-    };
     const int64_t few = n / 16, rank = certain_rank(k, n, few);
-    if (n <= kStretch || rank >= few) return among(numbers, n);
+    if (n <= kStretch || rank >= few) return kth_by_bits(numbers, n, k);
     std::vector<float> some(static_cast<size_t>(few));
     for (int64_t i = 0; i < few; ++i) some[static_cast<size_t>(i)] = numbers[16 * i];
     const uint32_t least = std::max(kth_of(some.data(), few, rank), 1u);
@@ -201,7 +208,7 @@ class Selection {
                    values + k_.find(numbers + at, std::min(kStretch, n - at), least, 0, index, values));
     }
     const auto count = static_cast<int64_t>(found.size());
-    return count < k ? among(numbers, n) : among(found.data(), count);
+    return count < k ? kth_by_bits(numbers, n, k) : kth_by_bits(found.data(), count, k);
   }
 
   template <class Fn>
@@ -236,12 +243,14 @@ class Selection {
       if (s.updated) k_.hold(x, numbers_.residual + at, length(at), least, new_residual_ + at);
     });
     found_ = found;
+    stored_ = found_ <= room;
     least_ = least;
   }
 
   // Discards the candidates, because some wanted elements are not among them. In this case no residual was updated.
   void forget() {
     for (Stretch& s : stretches_) s.has_candidates = false;
+    stored_ = false;
   }
 
   // Calls f(numbers, count, indices or null) for a stretch: with its candidates if they are stored, else with all its
@@ -270,7 +279,8 @@ class Selection {
     const bool all_but_zeros = found_ < wanted_ && least_ == 1;
     if (found_ < wanted_) forget();
     if (all_but_zeros) return take(0);
-    // There are few candidates, and each task costs a histogram, so there are few tasks.
+    if (stored_ && found_ <= kCached) return take(kth_by_bits(values_.get(), found_, wanted_));
+    // Each task costs a histogram, so there are few tasks.
     const auto count = static_cast<int64_t>(stretches_.size()),
                each = std::max(kTogether, div_up(count, int64_t{4} * pool_.threads));
     take(kth_largest(wanted_, div_up(count, each), pool_, [&](int64_t task, auto f) {
@@ -348,6 +358,7 @@ class Selection {
   std::unique_ptr<int32_t[]> index_;
   std::unique_ptr<float[]> values_;
   int64_t found_ = 0;
+  bool stored_ = false;  // the candidates of all stretches are stored
   uint32_t least_ = 0;
   Elements sent_;
 };

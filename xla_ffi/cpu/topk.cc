@@ -195,8 +195,8 @@ void update_sent(const Elements& sent, int64_t first, int64_t n, const float* x,
 }
 
 // Writes the sum of a piece over the payloads of all ranks to `out`. The own leaf, if there is one, replaces a payload.
-// The residual, if there is one, is added.
-void sum_to(const Reduce& a, const Piece& p, int64_t row, float* out, const Pool& pool) {
+// The residual, if there is one, is added. The sum is divided by `divisor`.
+void sum_to(const Reduce& a, const Piece& p, int64_t row, float divisor, float* out, const Pool& pool) {
   const Layout& l = a.layout;
   const Kernels& k = kernels();
   const auto leaf = static_cast<size_t>(p.leaf);
@@ -222,6 +222,7 @@ void sum_to(const Reduce& a, const Piece& p, int64_t row, float* out, const Pool
       each_within(e, at, n, [&](int32_t index, size_t i) { out[index] = out[index] + e.values[i]; });
     }
     if (a.residuals != nullptr) k.add(sum, a.residuals[leaf] + at_leaf + at, n, sum);
+    if (divisor != 1.0f) k.divide(sum, n, divisor, sum, Write::kOver);
   });
 }
 
@@ -285,10 +286,7 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
     }
     return each_piece(l, a.batch, first_chunk, 1, pool, [&](const Piece& p, int64_t row) {
       float* out = a.leaves[p.leaf] + row * l.leaves[static_cast<size_t>(p.leaf)].size + p.start;
-      sum_to(a, p, row, out, pool);
-      if (a.divisor != 1.0f)
-        each_stretch(p.coded, pool,
-                     [&](int64_t at, int64_t n) { k.divide(out + at, n, a.divisor, out + at, Write::kOver); });
+      sum_to(a, p, row, a.divisor, out, pool);
     });
   }
   const Layout sum = of_sum(l, a.ranks);
@@ -296,7 +294,7 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
   each_piece(sum, a.batch, first_chunk, 1, pool, [&](const Piece& p, int64_t row) {
     const std::unique_ptr<float[]> total(new float[static_cast<size_t>(p.coded)]);
     ask_for_large_pages(total.get(), p.coded * int64_t{sizeof(float)});
-    sum_to(a, l.pieces[static_cast<size_t>(&p - sum.pieces.data())], row, total.get(), pool);
+    sum_to(a, l.pieces[static_cast<size_t>(&p - sum.pieces.data())], row, 1.0f, total.get(), pool);
     const Piecewise to{sum, a.payload + row * sum.chunk_bytes, a.leaf_ids, key_of(a.keys, row)};
     Elements sent = choose(to, p, {p.coded, DType::kF32, total.get(), nullptr, a.divisor}, nullptr, pool);
     float* residual = nullptr;
