@@ -61,6 +61,7 @@ NOT_RUN = {
     r"kernels\.py --(kernels|size)|\.ci/run|(gallery|mutate)\.py": LONG,
     r"make (choose|gallery|gates|matrix|mpich|site-check|soak|test|wheels)": LONG,
     r"\.\.\.|FILE|LOG|SECONDS|PID|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]|^ip": FILLED_IN,
+    r"^pip install$": FILLED_IN,
     r"mpich": OTHER_MPI,
 }
 
