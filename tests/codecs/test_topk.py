@@ -100,11 +100,14 @@ def test_exact_takes_the_largest_and_of_equal_ones_the_first(n, ratio):
         np.testing.assert_array_equal(cleared, np.where(np.isin(np.arange(n), at), 0, array))
 
 
-def test_the_first_of_several_nans_are_taken():
-    x = numbers(5000, "normal")
-    x[100:200] = np.arange(0x7FC00000, 0x7FC00064, dtype=np.uint32).view(np.float32)
-    (sent,) = np.nonzero(cgx.roundtrip(x, TopK(0.01)))
-    assert sent.tolist() == list(range(100, 150))
+@pytest.mark.parametrize(("n", "count"), [(5000, 100), (300_001, 290_000)])
+def test_of_several_nans_the_first_are_taken(n, count):
+    """NaNs with larger bits don't come first, neither among few candidates nor among many."""
+    x = numbers(n, "normal")
+    x[100 : 100 + count] = (np.arange(count, dtype=np.uint32) + 0x7FC00000).view(np.float32)
+    codec = TopK(count / 2 / n)
+    (sent,) = np.nonzero(cgx.roundtrip(x, codec))
+    assert sent.tolist() == list(range(100, 100 + codec.capacity(n)))
 
 
 @pytest.mark.parametrize("n", [4097, 4128, 7456, 22_817, 53_153, 262_143, 262_145])

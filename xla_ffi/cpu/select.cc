@@ -16,12 +16,12 @@
 namespace jaxcgx::cpu {
 namespace {
 
-constexpr int64_t kTogether = 16;     // stretches per task
-constexpr int64_t kCached = 1 << 18;  // numbers that a cache keeps
+constexpr int64_t kTogether = 16;  // stretches per task
+constexpr int64_t kFew = 1 << 18;  // numbers that the cache of a processor keeps
 
-// Returns the k-th largest magnitude of n >= k numbers, bit by bit. As long as the numbers are in a cache, this is
-// faster than kth_largest.
-uint32_t kth_by_bits(const float* numbers, int64_t n, int64_t k) {
+// Returns the k-th largest magnitude of few numbers, at least k, bit by bit. With vectors, this takes a third of the
+// time of kth_largest. `count` compares the bits of a NaN, and all NaNs are equal.
+uint32_t kth_of_few(const float* numbers, int64_t n, int64_t k) {
   uint32_t found = 0;
   for (uint32_t bit = 1u << 30; bit != 0; bit >>= 1)
     if (kernels().count(numbers, n, found | bit) >= k) found |= bit;
@@ -195,8 +195,11 @@ class Selection {
   // Returns the k-th largest magnitude of n >= k numbers. A sample of every 16th number gives a threshold. If at least
   // k numbers reach the threshold, the search is among these numbers, else among all.
   uint32_t kth_of(const float* numbers, int64_t n, int64_t k) const {
+    const auto among = [&](const float* x, int64_t count) {
+      return count <= kFew ? kth_of_few(x, count, k) : kth_largest(k, 1, pool_, [&](int64_t, auto f) { f(x, count); });
+    };
     const int64_t few = n / 16, rank = certain_rank(k, n, few);
-    if (n <= kStretch || rank >= few) return kth_by_bits(numbers, n, k);
+    if (n <= kStretch || rank >= few) return among(numbers, n);
     std::vector<float> some(static_cast<size_t>(few));
     for (int64_t i = 0; i < few; ++i) some[static_cast<size_t>(i)] = numbers[16 * i];
     const uint32_t least = std::max(kth_of(some.data(), few, rank), 1u);
@@ -208,7 +211,7 @@ class Selection {
                    values + k_.find(numbers + at, std::min(kStretch, n - at), least, 0, index, values));
     }
     const auto count = static_cast<int64_t>(found.size());
-    return count < k ? kth_by_bits(numbers, n, k) : kth_by_bits(found.data(), count, k);
+    return count < k ? among(numbers, n) : among(found.data(), count);
   }
 
   template <class Fn>
@@ -279,7 +282,7 @@ class Selection {
     const bool all_but_zeros = found_ < wanted_ && least_ == 1;
     if (found_ < wanted_) forget();
     if (all_but_zeros) return take(0);
-    if (stored_ && found_ <= kCached) return take(kth_by_bits(values_.get(), found_, wanted_));
+    if (stored_ && found_ <= kFew) return take(kth_of_few(values_.get(), found_, wanted_));
     // Each task costs a histogram, so there are few tasks.
     const auto count = static_cast<int64_t>(stretches_.size()),
                each = std::max(kTogether, div_up(count, int64_t{4} * pool_.threads));
