@@ -11,7 +11,6 @@ results/topology.json.
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import pathlib
@@ -82,11 +81,11 @@ NOTES = f"""\
 - If the plan has no network, "auto" assumes 1 Gbit/s. It chooses between two_shot and one_shot. A ring rounds at every
   hop, so its error grows with the number of ranks, and it allows no feedback. So "auto" never takes it, and its choice
   over Gloo is compared with rings in a sentence of its own.
-- steps: ms of a training step, and off. The prediction is the planner's (report/advise.py), with the
-  latencies of Cluster. Its computation is that of a step without exchange in the same turn, and off is the median of
-  the turns. Hosts share 2 processors here, too. The steps were measured on an Intel Xeon, whose kernels weren't
-  measured. So the speeds of kernels are those of another processor, an AMD EPYC (results/cpu-kernels-avx512.json).
-  Codecs that don't have all kernels there get those of MaxMin 4.
+- steps: ms of a training step, and off. The prediction is the planner's (report/advise.py), with the latencies of
+  Cluster. Its computation is that of a step without exchange in the same turn, and off is the median of the turns.
+  Hosts share 2 processors here, too. Where the steps were measured on an Intel Xeon, the speeds of kernels are those of
+  another processor, an AMD EPYC (results/cpu-kernels-avx512.json). Codecs that don't have all kernels there get those
+  of MaxMin 4.
 - hierarchy: how much longer a step with float32 takes than one with MaxMin 4, which has the same computation. The ranks
   of a center share its link. slow line: an exchange over Tcp, {SLOW_SIZE >> 20} MiB, if one of the lines has a tenth of
   the rate of the others. The prediction is that of hosts which all have this line.
@@ -262,16 +261,22 @@ def step_of(method, hosts, mbit, compute, tree):
     return chosen.step
 
 
+def origin(name):
+    """Says when and where the results of a file were measured."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    return f"results/{name}.json: {found['date']}, {found['cpu']}"
+
+
 def show_steps(report):
     """Shows a table of the steps of results/training-speed-*.json, and adds its rows to the data.
 
     The speed of a machine changes from turn to turn. So predictions begin with the computation of the same turn.
     """
-    names = map(training_speed_data.results_of, training_speed_data.MODELS)
+    names = [training_speed_data.results_of(model) for model in training_speed_data.MODELS]
     rows = [row for name in names for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]]
     turns = {(row["network"], row["mbit"], row["method"]): np.array(row["ms_of_turns"]) for row in rows}
     trees = {name: make[0](np.random.default_rng(0)) for name, make in training_speed_data.MAKERS.items()}
-    report.show("", "Steps of training runs (results/training-speed-*.json)", "", *header("network", *METHODS))
+    report.show("", f"Steps of training runs ({'; '.join(map(origin, names))})", "", *header("network", *METHODS))
     for network, mbit in dict.fromkeys((row["network"], row["mbit"]) for row in rows):
         model, hosts = network.split(", ")
         cells = [f"{network}, {mbit} Mbit/s"]
@@ -323,7 +328,7 @@ def slow_lines():
 
 def show_others(report):
     """Shows a table of hierarchies and of a slow line, and adds its rows to the data."""
-    report.show("", "Hierarchies (results/wan.json) and a slow line (results/topology.json)", "")
+    report.show("", f"Hierarchies ({origin('wan')}) and a slow line ({origin('topology')})", "")
     report.show(*header("what", "ms", "predicted", "off"))
     for what, ms, found in [*hierarchies(), *slow_lines()]:
         off = found / ms - 1
@@ -352,13 +357,13 @@ def main():
     given += [f"--repeats {args.repeats}"] if args.repeats != 5 else []
     plain = "make bench-prediction" + " MEASURE=yes" * args.measure
     options = " ".join(["python benchmarks/prediction.py", *["--measure"] * args.measure, *given])
-    today = datetime.date.today().isoformat()
-    report = Report(options if given else plain, goal=GOAL, measured=today, rows=[], steps=[], others=[])
+    report = Report(options if given else plain, goal=GOAL, rows=[], steps=[], others=[])
+    report.data["measured"] = f"{report.data['date']}, {report.data['cpu']}"  # the new runs
     fitted = {}
     for row in json.loads((RESULTS / "collectives.json").read_text())["rows"]:
         if row["what"] == "loop" and rate(row["network"]) and "kept" not in row["network"]:
             fitted.setdefault(row["network"], []).append(row)
-    show(report, "Where the constants come from (results/collectives.json)", fitted)
+    show(report, f"Where the constants come from ({origin('collectives')})", fitted)
     if args.measure:
         networks = [n for n in NETWORKS if re.search(args.networks or "", n.name)]
         for network in networks:
@@ -366,11 +371,9 @@ def main():
         show(report, NEW, measured(networks, args.repeats))
     else:
         old = json.loads((RESULTS / "prediction.json").read_text())
-        report.data["measured"] = old.get("measured", old["date"])
+        report.data["measured"] = old["measured"]
         show(report, NEW, committed(old))
-        report.show(
-            "", f"The new runs were measured on {report.data['measured']}, by `make bench-prediction MEASURE=yes`."
-        )
+        report.show("", f"The new runs ({old['measured']}) are of `make bench-prediction MEASURE=yes`.")
     show_steps(report)
     show_others(report)
     report.show("", *NOTES.splitlines())
