@@ -6,13 +6,16 @@ in `NOT_RUN` are left out. benchmarks/results/commands.md lists those that worke
 """
 
 import collections
+import contextlib
 import json
 import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 
 import commands
 import numpy as np
@@ -86,15 +89,23 @@ class Copy:
         python = pathlib.Path(sys.base_prefix) / "bin"
         # Without nvcc, because compiling the CUDA half takes minutes.
         path = [*([] if environment is None else [environment / "bin"]), python, "/usr/sbin:/usr/bin:/sbin:/bin"]
-        # Downloads are not tested: pip and npm get them as outside.
+        # Downloads are not tested, so pip and npm keep the settings with which they work here.
         cache = {"PIP_CACHE_DIR": str(pathlib.Path("~/.cache/pip").expanduser())}
-        downloads = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "NODE_"))}
+        settings = ("PIP_", "NODE_EXTRA_CA_CERTS")
+        downloads = {name: value for name, value in os.environ.items() if name.startswith(settings)}
         env = cache | downloads | ROOTS | {"HOME": str(self.home), "PATH": ":".join(map(str, path)), "LANG": "C.UTF-8"}
         # The shell's `wait` forgets how processes in the background end.
         each = "& pids+=($!); done; for pid in ${pids[@]}; do wait $pid; done"
         line = ["bash", "-e", "-c", re.sub(r"&\s*done; wait", lambda _: each, text)]
-        done = subprocess.run(line, cwd=self.folder, env=env, capture_output=True, text=True, timeout=LIMIT)
-        assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        with tempfile.TemporaryFile("w+") as log:
+            bash = subprocess.Popen(line, cwd=self.folder, env=env, stdout=log, stderr=log, process_group=0)
+            try:
+                code = bash.wait(LIMIT)
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # ends what the script has left in the background
+                    os.killpg(bash.pid, signal.SIGKILL)
+            log.seek(0)
+            assert code == 0, f"{text}\n{log.read()[-6000:]}"
 
     def environment(self, made_by):
         """Returns the folder of the environment that some commands make; None without commands."""
