@@ -53,7 +53,7 @@ NOT_RUN = {
     r"make cuda": COMPILER,
     r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link|a\.example|-H server": CLUSTER,
     r"^docker ": ENGINE,
-    r"configs/cifar|^curl ": DATA,
+    r"configs/cifar|cifar_train|^curl ": DATA,
     r"^tensorboard ": ENDLESS,
     r"imagenet/vgg16": MEMORY,
     r"release-checks|dist/": RELEASE,
