@@ -58,7 +58,7 @@ NOT_RUN = {
     r"imagenet/vgg16": MEMORY,
     r"release-checks|dist/": RELEASE,
     r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
-    r"kernels\.py --(kernels|size)|\.ci/run|(gallery|mutate)\.py": LONG,
+    r"kernels\.py --(kernels|size)|\.ci/run|(gallery|mutate)\.py|configs/text/gpt\.py --config\.train\.batch": LONG,
     r"make (choose|gallery|gates|matrix|mpich|site-check|soak|test|wheels)": LONG,
     r"\.\.\.|FILE|LOG|SECONDS|PID|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]|^ip": FILLED_IN,
     r"^pip install$": FILLED_IN,
