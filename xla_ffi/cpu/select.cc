@@ -7,6 +7,7 @@
 //
 // With feedback, this pass also writes new residuals, as soon as it has found enough candidates. Before that, the old
 // residuals may still be needed. A candidate keeps its old residual until it is known whether the candidate is sent.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <memory>
@@ -246,14 +247,12 @@ class Selection {
       if (s.updated) k_.hold(x, numbers_.residual + at, length(at), least, new_residual_ + at);
     });
     found_ = found;
-    stored_ = found_ <= room;
     least_ = least;
   }
 
   // Discards the candidates, because some wanted elements are not among them. In this case no residual was updated.
   void forget() {
     for (Stretch& s : stretches_) s.has_candidates = false;
-    stored_ = false;
   }
 
   // Calls f(numbers, count, indices or null) for a stretch: with its candidates if they are stored, else with all its
@@ -282,7 +281,9 @@ class Selection {
     const bool all_but_zeros = found_ < wanted_ && least_ == 1;
     if (found_ < wanted_) forget();
     if (all_but_zeros) return take(0);
-    if (stored_ && found_ <= kFew) return take(kth_of_few(values_.get(), found_, wanted_));
+    const bool stored =
+        std::all_of(stretches_.begin(), stretches_.end(), [](const Stretch& s) { return s.has_candidates; });
+    if (stored && found_ <= kFew) return take(kth_of_few(values_.get(), found_, wanted_));
     // Each task costs a histogram, so there are few tasks.
     const auto count = static_cast<int64_t>(stretches_.size()),
                each = std::max(kTogether, div_up(count, int64_t{4} * pool_.threads));
@@ -361,7 +362,6 @@ class Selection {
   std::unique_ptr<int32_t[]> index_;
   std::unique_ptr<float[]> values_;
   int64_t found_ = 0;
-  bool stored_ = false;  // the candidates of all stretches are stored
   uint32_t least_ = 0;
   Elements sent_;
 };
