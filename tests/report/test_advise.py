@@ -242,19 +242,18 @@ def test_gradients_decide_about_errors():
 def test_auto_is_at_most_a_tenth_slower_than_the_best():
     """This holds on the measured networks: over Gloo among its choices and psum, over Tcp among everything measured.
 
-    docs/planner.md names the exceptions: over Tcp, one on loopback and one of the other runs. Smaller messages of 4
-    processes on 2 processors are noise. "auto" never chooses a ring, which rounds at every hop.
+    Over Tcp, one of the other runs is an exception. A speedup is the median of quotients of single repetitions. Smaller
+    messages of 4 processes on 2 processors are noise. "auto" never chooses a ring, which rounds at every hop.
     """
     rows = json.loads((RESULTS / "collectives.json").read_text())["rows"]
-    rows = [row for row in rows if row["size_bytes"] >= 2**20]
+    rows = [row | {"speedup": row["speedup"] | {"psum": 1.0}} for row in rows if row["size_bytes"] >= 2**20]
     assert len(rows) >= 10
     for row in rows:
-        times = {name: ms for name, ms in row["ms"].items() if name not in ("Tcp", "ring")}
+        speedups = {name: speedup for name, speedup in row["speedup"].items() if name not in ("Tcp", "ring")}
         load = costs.Load(row["processes"], row["size_bytes"], row["wire_bytes"])
-        assert times[costs.choose(load, cgx.Network(mover="gloo"))] <= 1.1 * min(times.values()), row["network"]
-    slow = [row for row in rows if row["ms"]["Tcp"] > 1.1 * min(row["ms"].values())]
-    cases = [(row["network"], row["what"], row["size_bytes"]) for row in slow]
-    assert cases == [("loopback, 2 processes", "calls", 2**24)]
+        chosen = costs.choose(load, cgx.Network(mover="gloo"))
+        assert speedups[chosen] >= max(speedups.values()) / 1.1, row["network"]
+        assert row["speedup"]["Tcp"] >= max(row["speedup"].values()) / 1.1, row["network"]
     rows = [row for row in json.loads((RESULTS / "prediction.json").read_text())["rows"] if row["table"] == "New runs"]
     late = [row["network"] for row in rows if row["ms"]["Tcp"] > 1.1 * min(row["ms"].values())]
     assert len(rows) == 27 and len(late) <= 1, late
