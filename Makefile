@@ -42,10 +42,6 @@ EXTRA = .venv/bin/python $(PIP) $(foreach name,$(shell $(call REQUIRED,['project
 # What Python has compiled is kept, whatever the environment says: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-# XLA compiles in threads. With glibc's heap for each thread, pages that come and go would take up to a third of the
-# processor time of the tests.
-export MALLOC_ARENA_MAX := 1
-
 # Where each part of the tests says how long each test took.
 TIMES := $(CURDIR)/build/tests
 # XLA compiles the programs of most tests in a quarter of the time: without optimization, and without the code generator
@@ -59,8 +55,9 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 	&& echo '$(CHEAP)')"
 # The tests that mpirun starts. Those of test_launch.py start it themselves.
 ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py))
-# Everything that tests need is installed, so a skip for want of it is a failure (tests/conftest.py).
-REQUIRED_TESTS := JAXCGX_REQUIRE_TESTS=1
+# Everything that tests need is installed, so a skip for want of it is a failure (tests/conftest.py). XLA compiles in
+# threads. With glibc's heap for each thread, pages that come and go would take up to a third of the processor time.
+REQUIRED_TESTS := JAXCGX_REQUIRE_TESTS=1 MALLOC_ARENA_MAX=1
 # Tests that take long and enter no line that others don't (scripts/choose.py).
 USUALLY_LEFT_OUT := @tests/full.txt
 # Three at a time on two cores, as tests of processes wait for these.

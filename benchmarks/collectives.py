@@ -47,7 +47,7 @@ LIMIT = 900  # seconds that the processes of a network may take
 class Network:
     """Processes and their links.
 
-    `mbit` is the rate of each link in Mbit/s. None means loopback. `keep` says whether to call cgx.keep_pages.
+    `mbit` is the rate of each link in Mbit/s. None means loopback. `keep` says whether pages are kept.
     """
 
     def __init__(self, name, processes, mbit, sizes, keep=False):
@@ -90,8 +90,8 @@ CHARTS = [
 NOTES = f"""\
 - ms: the time of one exchange in rank 0, in a compiled loop that writes its results to the same pages again and again,
   as a training step with donated state does. "calls": each exchange is a call of a compiled program, whose result is on
-  fresh pages, except where jaxcgx.keep_pages() keeps them ("pages kept"). Programs take turns. The ratio to psum is
-  formed in every turn, and the table has the medians.
+  fresh pages, except where jaxcgx.keep_pages(large=True) keeps them ("pages kept"). Programs take turns. The ratio to
+  psum is formed in every turn, and the table has the medians.
 - Tcp: "auto" over jaxcgx's own connections, cgx.Tcp("data"). XLA's collectives, over Gloo, move everything else.
 - speed-up: the time of psum over the time. ideal: raw bytes over wire bytes. share: the speed-up over the ideal. Goals:
   on loopback, with 64 MiB, "auto" {SPEEDUP:g} times as fast as psum; between 2 and 4 hosts at 1 Gbit/s, from {LARGE}
@@ -228,7 +228,7 @@ def parts(mesh, x, ranks, iterations):
 def run_rank(address, rank, processes, repeats, sizes, keep, gather):
     """Measures everything together with the other ranks, and prints the times."""
     if keep:
-        cgx.keep_pages()
+        cgx.keep_pages(large=True)
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
     mesh = Mesh(processes)

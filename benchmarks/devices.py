@@ -56,7 +56,7 @@ NOTES = f"""\
   sums as owners of halves, so these are the bytes of a whole encoded sum, however many devices a host has. The headers
   of TCP, IP and Ethernet are 4 % more. share: the ideal over the time. Goal: {SHARE:.2f} with two devices.
 - by axis: Raw() inside a host, so its devices add their leaves in memory before they encode them. pages kept: with
-  jaxcgx.keep_pages(). Otherwise the system clears fresh pages for the results of each call.
+  jaxcgx.keep_pages(large=True). Otherwise the system clears fresh pages for the results of each call.
 - Both hosts and all of their devices share the processors of one machine.
 """
 
@@ -64,7 +64,7 @@ NOTES = f"""\
 def run_rank(address, rank, repeats, devices, keep):
     """Measures the programs of this number of devices together with the other rank, and prints the times."""
     if keep:
-        cgx.keep_pages()
+        cgx.keep_pages(large=True)
     jax.config.update("jax_num_cpu_devices", devices)
     jax.distributed.initialize(address, 2, rank)
     mesh = jax.make_mesh((2, devices), ("data", "local"), axis_types=(AxisType.Auto,) * 2)

@@ -103,7 +103,7 @@ def exchanged(mesh, params, batch, options):
 def run_rank(address, rank, processes, batch, repeats):
     """Measures all programs together with the other rank. Prints the times, and the events of one step."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
-    cgx.keep_pages()
+    cgx.keep_pages(large=True)
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
     mesh = Mesh(processes)

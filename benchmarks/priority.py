@@ -87,7 +87,7 @@ def communicate(mesh, params):
 def run_rank(address, rank, processes, batch, repeats):
     """Measures all programs together with the other rank. Prints the times, and the events of some steps."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
-    cgx.keep_pages()
+    cgx.keep_pages(large=True)
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
     mesh = Mesh(processes)

@@ -98,9 +98,11 @@ def at_exit(leave: Callable[[], object]) -> None:
     atexit.register(end)
 
 
-# Parameters of glibc's mallopt, from its malloc.h: the free memory at the end of the heap above which it is returned to
-# the system, the most large blocks with their own mappings, and the most heaps of threads.
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+# Parameters of glibc's mallopt, from its malloc.h: the free memory at the end of a heap above which it is returned to
+# the system, what a new heap gets and an old one keeps beyond its need, the most large blocks with their own mappings,
+# and the most heaps of threads.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
+_HEAP = 64 << 20  # the size of a thread's heap. With this _TOP_PAD, glibc doesn't unmap heaps that are empty.
 
 
 def _mallopt() -> Any:
@@ -114,20 +116,26 @@ def keeps_pages() -> bool:
     return _mallopt() is not None
 
 
-def keep_pages() -> bool:
+def keep_pages(*, large: bool = False) -> bool:
     """Keeps the memory of freed arrays for the next step, on CPUs. Returns whether this system can do so.
 
-    Without this call, the results and temporaries of every step are on fresh pages, which the system must clear. For 64
-    MiB, this takes longer than the kernels. Call the function at the start of a program, before JAX's first
-    computation. The process then returns no memory to the system until it ends. It is for Linux with glibc.
+    Without this call, results and temporaries may be on fresh pages in every step, which the system must clear. With
+    the call, the process keeps the memory of freed blocks of less than 64 MiB until it ends. It is for Linux with
+    glibc.
+
+    Args:
+      large: whether larger blocks are kept, too, such as XLA's temporaries of a large model. All threads then share one
+        heap, so call the function before JAX's first computation. Steps of a small model may take longer in one heap.
     """
     mallopt = _mallopt()
     if mallopt is None:
         return False
-    if _compat.backends_are_initialized():
+    if large and _compat.backends_are_initialized():
         warnings.warn(
-            "jaxcgx.keep_pages: expected a call before JAX's first computation, got one after it: threads that have "
-            "started go on as before; move it to the start of the program",
+            "jaxcgx.keep_pages(large=True): expected a call before JAX's first computation, got one after it: threads "
+            "that have started have heaps of their own, which keep no block of 64 MiB; move it to the start of the "
+            "program",
             stacklevel=2,
         )
-    return all(mallopt(*option) for option in ((_TRIM_THRESHOLD, -1), (_MMAP_MAX, 0), (_ARENA_MAX, 1)))
+    heaps = (_ARENA_MAX, 1) if large else (_TOP_PAD, _HEAP)
+    return all(mallopt(*option) for option in ((_TRIM_THRESHOLD, -1), (_MMAP_MAX, 0), heaps))

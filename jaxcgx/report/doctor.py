@@ -74,7 +74,7 @@ def _sections(
         unseen += "; this machine has one: pip install 'jax[cuda13]'"
     others = [d for d in jax.local_devices() if d.platform != "cpu" and not (d.platform == "gpu" and _is_nvidia(d))]
     kinds = "; ".join(sorted({d.device_kind for d in others}))
-    pages = "freed arrays' pages are kept by jaxcgx.keep_pages() at the start of a CPU program"
+    pages = "freed arrays' pages are kept by jaxcgx.keep_pages(), all with large=True at the start of a CPU program"
     pages = pages if registration.keeps_pages() else "jaxcgx.keep_pages() does nothing: there is no glibc"
     hosts = str(slowest() or "")
     return {
