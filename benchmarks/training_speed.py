@@ -30,7 +30,7 @@ from jaxcgx.lab import Lab, Link, signals_raise, why_not
 HERE = pathlib.Path(__file__).resolve().parent
 KEPT = HERE.parent / "build" / "training-speed"
 HOSTS = 2, 4
-RATES = {100: 2, 1000: 3, 10_000: 3}  # {Mbit/s: steps of a turn}
+RATES = {100: 4, 1000: 10, 10_000: 10}  # {Mbit/s: steps of a turn}
 UNLIMITED = 100_000  # Mbit/s for runs in which only the losses count
 EVERY = 10  # steps between two losses
 SEEDS = 0, 1, 2  # of the batches of training runs
@@ -49,9 +49,10 @@ CHARTS = [
 
 NOTES = f"""\
 - Every host is a network namespace, with its own processors if there are enough. Both frameworks use the same
-  processors. All methods take turns, some steps in a row, and the processes of a framework wait while the other one
-  runs. If exchanges cross steps, a turn has {SPAN} steps, and begins and ends when no exchange is in flight. These
-  steps are a whole round of DiLoCo.
+  processors. All methods take turns, and the processes of a framework wait while the other one runs. A turn has
+  {RATES[100]} steps at 100 Mbit/s and {RATES[1000]} on faster links, after a step that doesn't count. Methods whose
+  exchanges cross steps have turns of {SPAN} steps, which all count, and which begin and end when no exchange is in
+  flight. These steps are a whole round of DiLoCo.
 - step ms: on the slowest host. exposed: the time of a step minus that of the same framework without any exchange,
   within each turn. The arithmetic of compression counts as exposed, too. MB sent: by a host in a step, from the
   kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
@@ -128,19 +129,22 @@ def steps_to(losses, target, every=EVERY):
 
 
 def turns(hosts, steps, repeats):
-    """Measures the turns of all methods. They begin after a multiple of SPAN / STREAMING["fragments"] steps.
+    """Measures the turns of all methods.
+
+    Turns of methods whose exchanges cross steps begin after a multiple of SPAN / STREAMING["fragments"] steps.
 
     Returns {method: {"framework", "kind", "ms": of each turn, on the slowest host, "sent": bytes of a step, by the host
     that sends most}}.
     """
     found = {m: dict(framework=f, kind=kind, ms=[], sent=[]) for m, (f, kind) in hosts.methods.items()}
     for turn in range(repeats + 1):  # the first turn doesn't count
-        for method, (_, kind) in hosts.methods.items():
-            if kind == "alone":  # the other framework ran before
+        for method in hosts.methods:
+            across = re.search(ACROSS, method)
+            if not across:  # a step that doesn't count, because other methods have run since the last turn
                 hosts.ask(method, 1)
             # The last step of a round begins an exchange. Turns of streaming end when its result has been applied.
             late = STREAMING["overlap"] * (method == PARTS and turn == 0)
-            told = hosts.ask(method, (SPAN if re.search(ACROSS, method) else steps) + late)
+            told = hosts.ask(method, (SPAN if across else steps) + late)
             for what in "ms", "sent":
                 found[method][what] += [max(told[what])] * (turn > 0)
     if PARTS in hosts.methods:
@@ -295,8 +299,8 @@ def parse():
 
 
 def ending(args):
-    """Returns how the names of the files end that keep the results of a command with today's data."""
-    told = args.command + pathlib.Path(data.__file__).read_text()
+    """Returns how the names of the files end that keep the results of a command with today's scripts."""
+    told = args.command + "".join((HERE / f"training_speed{name}.py").read_text() for name in ("", "_data", "_jax"))
     return f"-{hashlib.sha256(told.encode()).hexdigest()[:8]}.json"
 
 
@@ -334,15 +338,15 @@ def hosts_of(model, count, args):
         yield hosts
 
 
-def speeds(hosts, network, steps, args):
-    """Returns {Mbit/s: the turns of all methods}, and keeps each of them. `steps` is {Mbit/s: the steps of a turn}."""
+def speeds(hosts, network, args):
+    """Returns {Mbit/s: the turns of all methods}, and keeps each of them."""
 
     def of_rate(mbit):
         hosts().limit(link(mbit))
-        return turns(hosts(), steps[mbit], args.repeats)
+        return turns(hosts(), RATES[mbit], args.repeats)
 
     return {
-        mbit: kept(f"{network}, {mbit} Mbit/s", args, functools.partial(of_rate, mbit)) for mbit in args.rates or steps
+        mbit: kept(f"{network}, {mbit} Mbit/s", args, functools.partial(of_rate, mbit)) for mbit in args.rates or RATES
     }
 
 
@@ -364,7 +368,7 @@ def measure(report, model, count, args):
     """Returns {network: rows} of a model on a number of hosts."""
     setting, found, network = data.MODELS[model], {}, f"{model}, {count} hosts"
     with hosts_of(model, count, args) as hosts:
-        taken, trained = speeds(hosts, network, RATES, args), trainings(hosts, network, model, args)
+        taken, trained = speeds(hosts, network, args), trainings(hosts, network, model, args)
     where = dict(network=network)
     for method, values in trained[0].items():
         points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]

@@ -172,11 +172,18 @@ METHODS = {
         "MaxMin(4), priority": ours(cgx.MaxMin(4), TCP, overlap=cgx.Priority()),
         "Eden(4), Tcp": ours(cgx.Eden(4), TCP),
         "ByteGrad, Tcp": ours(cgx.ByteGrad(), TCP),
+        "Cast, Tcp": ours(cgx.Cast(), TCP),
+        "Float8, Tcp": ours(cgx.Float8(), TCP),
         "DGC 1 %, Tcp": ours(cgx.DGC(0.01), TCP, momentum=False),
         "DGC 1 %, backward": ours(cgx.DGC(0.01), TCP, momentum=False, overlap="backward"),
+        "DGC 1 %, priority": ours(cgx.DGC(0.01), TCP, momentum=False, overlap=cgx.Priority()),
+        "DGC 1 %, 8 bits, priority": ours(
+            cgx.DGC(0.01, values=cgx.MaxMin(8)), TCP, momentum=False, overlap=cgx.Priority()
+        ),
         "PowerSGD(4), Gloo": ours(cgx.PowerSGD(4)),
         "PowerSGD(4), Tcp": ours(cgx.PowerSGD(4), TCP),
         "PowerSGD(4), backward": ours(cgx.PowerSGD(4), TCP, overlap="backward"),
+        "PowerSGD(4), priority": ours(cgx.PowerSGD(4), TCP, overlap=cgx.Priority()),
     },
     "DiLoCo": {"DiLoCo, 4 bits, H 20": diloco(20), "DiLoCo, 4 bits, H 20, streaming": diloco(**STREAMING)},
 }
