@@ -45,7 +45,8 @@ def parse():
     args = parser.parse_args()
     chosen = any(getattr(args, name) != parser.get_default(name) for name in ("hosts", "rates", "repeats"))
     args.command = shlex.join(["python", "benchmarks/exposed.py", *sys.argv[1:]]) if chosen else "make bench-exposed"
-    args.out, args.methods = args.out or (None if chosen else RESULTS), None
+    args.out = args.out or (None if chosen else RESULTS)
+    args.methods = None  # all
     return args
 
 
