@@ -26,6 +26,7 @@ from jaxcgx.train.sharded import ShardedMesh
 from jaxcgx.train.state import ExchangeState, Metrics, PerRank, TrainState
 from jaxcgx.train.step import Rank, Step, Training, TrainStep, as_arrays, check_train_state, put
 from jaxcgx.train.update import Update, part
+from jaxcgx.transports.axes import each_axis
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree
 
@@ -129,7 +130,7 @@ def train_rounds(rounds: Rounds, training: Training, axis: AxisName, donate: boo
     _check(rounds, training)
     assert isinstance(division, OverMesh)
     rounds.warn(axis)
-    axes: tuple[Any, ...] = axis if isinstance(axis, tuple) else (axis,)
+    axes = each_axis(axis)
     inner: AxisName = () if rounds.alone else axes[1:] if len(axes) != 2 else axes[-1]
     net = lambda: Axes(()) if inner == () else transport_over_axes(OP, inner)
     center, plan = Division(net, division.batch_specs, inner), training.exchange.plan
@@ -363,7 +364,7 @@ class StepOfCenters(Step):
     """
 
     def __init__(self, centers: CentersTraining, donate: bool) -> None:
-        super().__init__(jax.jit(centers.step, donate_argnums=0 if donate else ()), centers.ranks)
+        super().__init__(centers.step, centers.ranks, donate)
         given = lambda *numbers: numbers if donate else ()
         self._centers, self._donate = centers, donate
         self._train = jax.jit(centers.train, donate_argnums=given(0))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Compiled
 
 from jaxcgx import _programs
+from jaxcgx._compat import InOrder, is_eager
 from jaxcgx.checks import as_array, spell_array, wrong
 from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.resolve import without_constraints
@@ -27,6 +28,7 @@ from jaxcgx.train.gradient import Gradient, Loss
 from jaxcgx.train.outputs import ModelState, Outputs
 from jaxcgx.train.state import ExchangeState, Metrics, Pending, Priority, TrainState
 from jaxcgx.train.update import Update, nodes, part, warn_of_momentum
+from jaxcgx.transports.tcp import ORDER
 from jaxcgx.typing import Batch, Key, Params, PyTree
 
 GATHERED = 1  # the number that is folded into the key of a step, for the noise of gathers
@@ -54,12 +56,15 @@ class Step:
     All other attributes are attributes of the jitted function.
     """
 
-    def __init__(self, jitted: Any, division: Division) -> None:
-        self._jitted, self._division = jitted, division
+    def __init__(self, function: Callable[..., Any], division: Division, donate: bool) -> None:
+        given = (0,) if donate else ()
+        self._jitted, self._division = jax.jit(function, donate_argnums=given), division
+        # The same, but not for callers that JAX traces.
+        self._called: Any = InOrder(function, ORDER, division.mesh, given) if division.crosses else self._jitted
 
     def __call__(self, state: TrainState, batch: Batch, key: Key | None = None) -> tuple[TrainState, Metrics]:
         with self.checked(batch):
-            return self._jitted(state, batch, key)
+            return (self._called if is_eager() else self._jitted)(state, batch, key)
 
     def checked(self, batch: Batch) -> AbstractContextManager[None]:
         """Checks a batch, and returns the context of a call with it."""
@@ -72,7 +77,7 @@ class Step:
         There is one, except with Rounds: the step of a center, followed by a program for each exchange.
         """
         with without_constraints(OP, self._division.names):
-            return [self._jitted.lower(state, batch, key).compile()]
+            return [self._called.lower(state, batch, key).compile()]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_jitted"), name)  # a new copy has no `_jitted` yet
@@ -92,8 +97,7 @@ class Training:
     _states: dict[Any, ExchangeState] = dataclasses.field(default_factory=dict, init=False)
 
     def functions(self, donate: bool) -> TrainStep:
-        jit = functools.partial(jax.jit, donate_argnums=0 if donate else ())
-        jitted = jit(self.finish)
+        jitted = jax.jit(self.finish, donate_argnums=0 if donate else ())
 
         def finish(state: TrainState) -> TrainState:
             with warnings.catch_warnings():
@@ -101,7 +105,7 @@ class Training:
                 warnings.filterwarnings("ignore", "Some donated buffers were not usable")
                 return jitted(state)
 
-        return TrainStep(self.init, Step(jit(self.step), self.division), finish)
+        return TrainStep(self.init, Step(self.step, self.division, donate), finish)
 
     def init(self, params: Params, model_state: PyTree = None) -> TrainState:
         """Returns the state before the first step, placed as `step` needs it."""

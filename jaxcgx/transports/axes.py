@@ -85,15 +85,18 @@ def as_pace(function: str, argument: str, value: Any) -> float | None:
     return float(check_number(function, argument, value, lambda x: 1e3 <= x < 1e12, expected))
 
 
+def each_axis(axis_name: AxisName) -> tuple[Any, ...]:
+    """Returns each axis of a tuple or list of axes, or of one alone, with the marks."""
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
 def axis_names(axis_name: AxisName) -> tuple[Any, ...]:
     """Returns the names of an axis or a tuple of axes, without the marks."""
-    axes = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
-    return tuple([axis.name if isinstance(axis, Mark) else axis for axis in axes])
+    return tuple([axis.name if isinstance(axis, Mark) else axis for axis in each_axis(axis_name)])
 
 
 def marked(axis_name: AxisName) -> list[Mark]:
-    axes = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
-    return [axis for axis in axes if isinstance(axis, Mark)]
+    return [axis for axis in each_axis(axis_name) if isinstance(axis, Mark)]
 
 
 def crosses(axis_name: AxisName) -> bool:

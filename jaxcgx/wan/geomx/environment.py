@@ -18,7 +18,7 @@ from jaxcgx.train.exchange import AnyExchange, Exchange, ForMesh
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.rounds import Rounds
 from jaxcgx.train.state import Priority
-from jaxcgx.transports.axes import axis_names
+from jaxcgx.transports.axes import axis_names, each_axis
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.diloco.forms import HFA
 from jaxcgx.wan.geomx.differential import LOST, Differential
@@ -76,8 +76,7 @@ class Overlaid(ForMesh):
             raise unexpected(f"{OP}: variable DMLC_NUM_GLOBAL_SERVER", expected, repr(str(self.owners)), REMEDY)
         if self.greed is None:
             return make(self._along(Overlay.owners(ranks, self.owners)))
-        outermost: Any = axis[0] if isinstance(axis, tuple) else axis
-        topology = Topology(mesh, outermost, greed=self.greed)
+        topology = Topology(mesh, each_axis(axis)[0], greed=self.greed)
         return topology.steps(lambda overlay: make(self._along(overlay.rooted(self.owners or ranks))))
 
     def _along(self, overlay: Overlay) -> Any:
