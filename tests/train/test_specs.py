@@ -179,16 +179,6 @@ def test_one_example_of_a_rank_is_not_broadcast(ranks):
     close(f(PARAMS, place(mesh, x), place(mesh, y, P())), jax.value_and_grad(bank)(PARAMS, x, y))
 
 
-def test_labels_that_every_rank_has_whole_are_no_part_of_a_split_batch():
-    """The labels would be indexed as those of other ranks' examples. JAX would clamp these indices."""
-    mesh, y = mesh_of(AxisType.Auto), jnp.arange(len(X)) % 8
-    fun = lambda params, x, y: jax.nn.log_softmax(x @ params["w"])[jnp.arange(len(y)), y].mean()
-    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [2]", remedy="shard")):
-        cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, X), place(mesh, y, P()))
-    f = cgx.value_and_grad(fun, "data", cgx.Raw())
-    close(f(PARAMS, place(mesh, X), place(mesh, y)), jax.value_and_grad(fun)(PARAMS, X, y))
-
-
 def test_two_words_or_a_batch_of_two():
     mesh, words = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jnp.uint32([1, 3])
     fun = lambda params, x, ids: (x @ params["w"] * params["b"][ids][:, None] + params["w"][ids][:, :1]).mean()
