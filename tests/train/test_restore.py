@@ -173,11 +173,15 @@ def compressed(ranks):
     return optax.chain(cgx.compress_gradients("data", CODEC, axis_size=ranks), optax.adagrad(0.1))
 
 
+CLIP = optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
+FIRST, IF_FINITE = cgx.compress_gradients("data", CODEC, axis_size=4), optax.apply_if_finite(compressed(4), 5)
+
+
 @pytest.mark.short
 def test_specs_through_any_nesting():
     exchange = cgx.Momentum(cgx.Plan(CODEC, min_size=100), 0.9)
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0),
+        CLIP,
         cgx.compress_gradients("data", exchange, axis_size=4),
         optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), 3).gradient_transformation(),
     )
@@ -188,10 +192,6 @@ def test_specs_through_any_nesting():
     assert specs[1].own.residuals == specs[1].own.momentum == rows
     assert set(jax.tree.leaves((specs[0], specs[1].shared, specs[2]))) == {P()}
     assert cgx.state_specs(state, ["node", "local"])[1].own.momentum["w"] == P(("node", "local"))
-
-
-CLIP = optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
-FIRST, IF_FINITE = cgx.compress_gradients("data", CODEC, axis_size=4), optax.apply_if_finite(compressed(4), 5)
 
 
 def specs_of(optimizer):
@@ -211,11 +211,6 @@ ERRORS_OF_STATES = {
     ],
 }
 test_errors_of_states = table(ERRORS_OF_STATES)
-
-
-def test_what_may_stand_before():
-    fine = optax.chain(CLIP, FIRST, optax.trace(0.9)).init(PARAMS)
-    assert cgx.state_specs((PARAMS, fine), "data")[1][1].own.residuals["w"] == P(("data",))
 
 
 def test_dtypes_for_other_ranks():
