@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import refused, rows, table
+from errors import refused, table
 from helpers import assert_close, mesh_with, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -60,13 +60,12 @@ def test_specs(accumulate):
 
 
 def test_types_say_it():
-    """On an Explicit mesh, the types give the specs. Types that make no sense are an error."""
+    """On an Explicit mesh, the types give the specs."""
     assert_close(step_of(mesh=EXPLICIT, accumulate=2)(put(SPECS)), plain(BATCH))
 
 
 TURNED = {"x": jax.device_put(BATCH["x"][:8], NamedSharding(mesh_of(4), P(None, "data")))}
 WITH_KEY = {**BATCH, "cw": jnp.ones(16), "key": jax.random.PRNGKey(0)}
-FIFTEEN = {"x": BATCH["x"][:15], "y": BATCH["y"][:15], "cw": 1.0}
 TWO_SIZES = "leaves ['cw'] of float32[8] and ['x'] of float32[16, 8]"
 BAD_BATCHES = {
     "train.step": [
@@ -75,7 +74,6 @@ BAD_BATCHES = {
         (lambda: step_of(mesh=EXPLICIT)(put({**SPECS, "y": P()})), ValueError, "batch ['y']", "int32[16]", "shard"),
         (lambda: step_of()(TURNED), ValueError, "batch ['x']", "", "Sharding(batch=...)"),
         (lambda: step_of()(WITH_KEY), ValueError, "batch", "leaves ['cw'] of float32[16]", "jax.random.key"),
-        (lambda: step_of()(FIFTEEN), ValueError, "batch ['x']", "float32[15, 8]"),
     ]
 }
 test_bad_batches = table(BAD_BATCHES)
@@ -102,9 +100,7 @@ def test_a_model_axis_with_a_schedule_of_plans_or_micro_batches(kind, options):
 BAD_SPECS = {
     "make_train_step": [
         ("data", TypeError, "sharding.batch ['cw']", "'data'"),
-        (P("model"), ValueError, "sharding.batch ['cw']", "'model'"),
         ({"x": P("data")}, ValueError, "sharding.batch", "{'x'"),
-        (P(None, None, "data"), ValueError, "sharding.batch ['cw']"),
     ]
 }
 test_bad_specs = table(BAD_SPECS, lambda given: step_of(batch=given)(BATCH))
@@ -138,16 +134,6 @@ def test_weighted_means_of_shards_with_auxiliary_outputs_and_a_model_state():
     state, metrics = train.step(train.init(W, jnp.zeros(())), batch)
     assert_close((metrics.loss, state.params), plain(batch, lambda w, batch: jnp.divide(*sums(w, batch))))
     assert_close((state.model_state, metrics.aux["mean"]), (2 * batch["x"].mean(), masked(batch)))
-
-
-BAD_WEIGHTS = {
-    "make_train_step": [
-        (lambda w, x: (w.sum(), jnp.abs(w).sum()), ValueError, "loss_fn", "one", "jax.lax.stop_gradient"),
-        (lambda w, x: (x @ w).mean(), ValueError, "loss_fn", "one"),
-        (lambda w, x: ((x @ w).sum(), x), TypeError, "loss_fn", "float32[4, 8]"),
-    ]
-}
-test_bad_weights = table(BAD_WEIGHTS, lambda given: step_of(given, weighted=True)(BATCH["x"]))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -188,22 +174,17 @@ def test_a_batch_dimension_is_told_from_another():
     assert traces == [4, 8]
 
 
+def step_with_aux(given):
+    loss = lambda w, y: (w.sum() * y.mean(), given[0](y.astype(jnp.int32)))
+    train = make(loss, has_aux=True, aux_specs=given[1])
+    train.step(train.init(W), BATCH["y"].astype(jnp.float32))
+
+
 BAD_AUX = {
     "make_train_step": [
-        ((lambda y: (y == 0).sum(), None), ValueError, "loss_fn", "int32[]", "aux_specs"),
-        ((len, None), ValueError, "loss_fn", "int32[]"),
         ((lambda y: y.reshape(4), None), ValueError, "loss_fn", "one that fails", "shapes"),
         ((lambda y: y, "max"), ValueError, "aux_specs", "'max'"),
         ((lambda y: y, {"y": "sum"}), ValueError, "aux_specs", "{'y': 'sum'}"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(BAD_AUX))
-def test_auxiliary_outputs_that_are_refused(row):
-    def step(given):
-        loss = lambda w, y: (w.sum() * y.mean(), given[0](y.astype(jnp.int32)))
-        train = make(loss, has_aux=True, aux_specs=given[1])
-        train.step(train.init(W), BATCH["y"].astype(jnp.float32))
-
-    refused(*row, run=step)
+test_auxiliary_outputs_that_are_refused = table(BAD_AUX, step_with_aux)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import refused, rows, table
+from errors import table
 from helpers import assert_trees, mesh_with, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -182,6 +182,12 @@ def test_counters(count, expected, accumulate):
     assert state.model_state == expected * accumulate
 
 
+def step_to(new):
+    train = make(lambda w, state, x: ((x @ w).mean(), new(state)), 2)
+    with jax.numpy_dtype_promotion("standard"):
+        jax.eval_shape(train.step, train.init(W, {"a": jnp.zeros(2), "b": 0}), X)
+
+
 ANOTHER_STATE = {
     "make_train_step": [
         (lambda s: {**s, "more": s["a"]}, ValueError, "loss_fn", "with ['more'] more"),
@@ -190,27 +196,12 @@ ANOTHER_STATE = {
         (lambda s: {**s, "b": s["b"] + 0.5}, ValueError, "loss_fn ['b']", "float32[]"),
     ]
 }
-
-
-@pytest.mark.parametrize("row", rows(ANOTHER_STATE))
-def test_another_state(row):
-    def step(new):
-        train = make(lambda w, state, x: ((x @ w).mean(), new(state)), 2)
-        with jax.numpy_dtype_promotion("standard"):
-            jax.eval_shape(train.step, train.init(W, {"a": jnp.zeros(2), "b": 0}), X)
-
-    refused(*row, run=step)
-
-
-def per_rank():
-    """Returns a step of two ranks, and its first state."""
-    train = make(ranks=2, mode="per_rank")
-    return train, train.init(W, STATE)
+test_another_state = table(ANOTHER_STATE, step_to)
 
 
 def step_from(rows):
-    train, state = per_rank()
-    train.step(state.replace(model_state=rows), X)
+    train = make(ranks=2, mode="per_rank")
+    train.step(train.init(W, STATE).replace(model_state=rows), X)
 
 
 def of_four():
