@@ -8,7 +8,7 @@ import optax
 import pytest
 from errors import table
 from exchanging import GRADS, RANKS, compress, pmean, run
-from helpers import assert_same_trees, mesh_with
+from helpers import assert_same_trees
 from training import CODEC, PARAMS, STOCHASTIC, mesh_of
 
 import jaxcgx as cgx
@@ -16,16 +16,14 @@ import jaxcgx as cgx
 VALUE, TYPE = ValueError, TypeError
 
 
-def in_step(exchange, axes=("data",), sizes=(2,), update=lambda t, g: t.update(g, t.init(g))[0], **options):
+def in_step(exchange, update=lambda t, g: t.update(g, t.init(g))[0], **options):
     """Traces a step of an exchange on a mesh."""
-    mesh = mesh_with(**dict(zip(axes, sizes)))
-    step = functools.partial(update, cgx.compress_gradients(axes, exchange, **options))
+    step = functools.partial(update, cgx.compress_gradients("data", exchange, **options))
     specs = jax.sharding.PartitionSpec()
-    jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False), PARAMS)
+    jax.eval_shape(jax.shard_map(step, mesh=mesh_of(2), in_specs=specs, out_specs=specs, check_vma=False), PARAMS)
 
 
 RING = cgx.Plan(cgx.MaxMin(4), schedule="ring")
-CROSSED = cgx.Plan.from_env(("cross", "inner"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
 
 
 @pytest.mark.parametrize("exchange", [cgx.Feedback(RING, keep=False), cgx.Plan(cgx.Raw(), schedule="ring")], ids=str)
@@ -41,7 +39,6 @@ def test_numbers_are_parameters_and_gradients_too():
 
 
 WIDE = {**PARAMS, "w": jnp.zeros((30, 41))}
-RULE = cgx.Plan(CODEC, [("w", {"node": CODEC, "data": CODEC})])
 KERNEL = cgx.Plan(CODEC, [("kernel", cgx.Raw())])
 SKIPS = {0: CODEC, 3: cgx.Plan(CODEC, [("b", cgx.Skip())], min_size=0)}
 DECAY = cgx.DGC(weight_decay=0.1, weight_decay_mask={"x": True})
@@ -94,21 +91,15 @@ ERRORS = {
     "compress_gradients": [
         (lambda: in_step(RING), VALUE, "exchange", '"ring"', "keep=False"),
         (lambda: in_step({0: cgx.Raw(), 5: RING}), VALUE, "exchange", '"ring"', "keep=False"),
-        (lambda: in_step(CROSSED, ("cross", "inner"), (2, 2)), VALUE, "exchange", '"ring"', "keep=False"),
         (lambda: in_step(cgx.Plan({"node": CODEC})), VALUE, "exchange", "{'node'"),
-        (lambda: in_step(RULE), VALUE, "exchange"),
-        (lambda: in_step(cgx.Plan(CODEC, schedule={"node": "two_shot"})), VALUE, "exchange"),
         (lambda: compress(KERNEL).init(PARAMS), VALUE, "exchange", "none", "'kernel'"),
         (lambda: compress(SKIPS).init(PARAMS), VALUE, "exchange ['b']"),
         (unplaced, VALUE, "axis_size", "None", "jax.set_mesh jax.shard_map jax.pmap axis_size=1"),
         (lambda: compress(CODEC).update(PARAMS, compress(CODEC).init(PARAMS)), VALUE, "mesh", "jax.shard_map"),
         (lambda: compress(CODEC).init({"w": "big"}), TYPE, "params ['w']", "'big'"),
         (lambda: in_step(CODEC, order=[1]), VALUE, "order", "[1]", "jaxcgx.backward_order"),
-        (lambda: in_step(CODEC, order=[0, 2]), VALUE, "order", "[0, 2]"),
-        (lambda: in_step(CODEC, order=3), VALUE, "order", "3"),
         (of_adam, TYPE, "state", "tuple"),
         (lambda: from_state(cgx.Plan(CODEC, min_size=100)), VALUE, ROWS_OF_B, "None"),
-        (lambda: from_state(cgx.Raw()), VALUE, ROWS_OF_B, "None"),
         (lambda: from_state(FORGETFUL), VALUE, "state", "one without .own.residuals['b']", "plan"),
         (lambda: from_state(params={"w": PARAMS["w"]}), VALUE, "state", "one without .own.residuals['b']", "plan"),
         (lambda: from_state(cgx.Momentum(CODEC)), VALUE, "state", "one without .own.momentum", "plan"),
