@@ -76,16 +76,6 @@ def test_init_inside_of_shard_map(check_vma):
     assert_same_trees(jax.jit(init)(PARAMS), whole)
 
 
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_init_under_a_mesh(axis_type, jit):
-    """Every device has only the rows of its rank."""
-    with jax.set_mesh(mesh_of(RANKS, axis_type)):
-        state = jit(cgx.compress_gradients("data", cgx.Momentum(CODEC)).init)(PARAMS)
-    for found in (state.own.residuals["w"], state.own.momentum["w"]):
-        assert [shard.data.shape for shard in found.addressable_shards] == [(1, 30, 40)] * RANKS
-
-
 def test_what_init_makes_under_a_mesh_is_what_a_step_returns():
     """The step is compiled once, and everything is donated."""
     optimizer = optax.chain(cgx.compress_gradients("data", CODEC), optax.sgd(0.1, momentum=0.9))
