@@ -381,6 +381,7 @@ pair = lambda p, x: (loss_fn(p, x), 1.0)
 weights = lambda p, x: (loss_fn(p, x), jnp.ones(len(x)))
 matmul = lambda p, x: jnp.dot(x, p["w"], out_sharding=P("data")).mean()
 counted = lambda p, x: (loss_fn(p, x), {"n": (x > 0).sum()})
+drawing = lambda p, x: (loss_fn(p, x), {"key": jax.random.PRNGKey(3)})
 BAD_CALLS = {
     "value_and_grad": [
         (lambda: asked(plan=UNUSED), ValueError, "plan", "none"),
@@ -395,6 +396,7 @@ BAD_CALLS = {
         (lambda: asked(weighted=True), ValueError, "loss_fn"),
         (lambda: asked(weights, weighted=True), TypeError, "loss_fn", "float32[6]"),
         (lambda: asked(counted, has_aux=True), ValueError, "loss_fn [0]['n']", "int32[]", "aux_specs"),
+        (lambda: asked(drawing, has_aux=True), ValueError, "loss_fn [0]['key']", "uint32[2]", '"key" aux_specs'),
         (lambda: asked(pair), TypeError, "loss_fn", "a tuple", "has_aux=True weighted=True"),
         (lambda: asked(has_aux=True), ValueError, "loss_fn", "", "has_aux"),
         (lambda: asked(lambda p, x: (pair(p, x), x), has_aux=True), TypeError, "loss_fn", "a tuple", "weighted=True"),
