@@ -31,9 +31,6 @@ SHAPES = {"a": (16, 12), "b": (4, 10), "c": (8,), "d": ()}
 LOSSY = [cgx.AbsMax(4, 8), cgx.Sign(8), cgx.TopK(0.25), cgx.Cast("bfloat16")]
 
 
-# The only part that calls jaxcgx.
-
-
 @functools.cache
 def loop_of(how, ranks, plans, options):
     """Returns (the first state of a training loop, its step, a function that places a state on its ranks).
@@ -83,14 +80,6 @@ def loop_of(how, ranks, plans, options):
         tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), cgx.state_specs(tree, "data"))
     )
     return placed(state), step, placed
-
-
-def converted(state, ranks):
-    return cgx.reshard_state(state, ranks)
-
-
-def restored(path, like):
-    return cgx.restore_state(path, like)
 
 
 @st.composite
@@ -203,14 +192,14 @@ class Loop(RuleBasedStateMachine):
         if way == "arrays":
             saved = jax.tree.map(np.array, self.state)
             self.build(ranks)
-            self.state = self.placed(converted(saved, ranks))
+            self.state = self.placed(cgx.reshard_state(saved, ranks))
         else:
             with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(pathlib.Path(folder) / "here", self.state)
                 checkpointer.wait_until_finished()
                 self.build(ranks)
                 like = loop_of(self.how, ranks, self.plans, tuple(self.options.items()))[0]
-                self.state = restored(pathlib.Path(folder) / "here", like)
+                self.state = cgx.restore_state(pathlib.Path(folder) / "here", like)
         if ranks != size:
             spread = lambda rows, number: np.broadcast_to(rows.sum(0) / np.float32(number), (ranks, *rows.shape[1:]))
             self.model.state = before._replace(
