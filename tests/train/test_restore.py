@@ -37,10 +37,6 @@ def four(tmp_path_factory):
     return save(tmp_path_factory.mktemp("four") / "here", make(4).init(PARAMS))
 
 
-def shape(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 @pytest.mark.parametrize("form", ["params", "optimizer"])
 def test_sharded_parameters_or_state(form, tmp_path):
     """With ZeRO-3 and ZeRO-1, shards and the errors of gathering updates keep their bits, and get the new sharding."""
@@ -130,6 +126,7 @@ def test_a_model_with_state_per_rank(tmp_path):
     first = {"key": jax.random.key(0), "n": 0, "mean": 0.0}
     state, _ = make(4).step(make(4).init(PARAMS, first), X)
     path = save(tmp_path / "here", state)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
     templates = [jax.tree.map(shape, make(ranks).init(PARAMS, first)) for ranks in (6, 4)]
     six, same = (cgx.restore_state(path, template).model_state.rows for template in templates)
     words = lambda rows: {**rows, "key": jax.random.key_data(rows["key"])}
@@ -138,20 +135,16 @@ def test_a_model_with_state_per_rank(tmp_path):
     np.testing.assert_allclose(six["mean"], np.full(6, X.mean()), rtol=1e-5)
 
 
-def bare(x):
-    """Returns a state without its sharding."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def other_residuals(path, t):
     return restore(path, t.replace(exchange=make(2).init(WIDE).exchange))
 
 
 WIDE, restore = dict(PARAMS, b=jnp.zeros(41)), cgx.restore_state
+bare = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 ERRORS = {
     "restore_state": [
-        (lambda path, t: cgx.restore_state(path / "none", t), FileNotFoundError, "path", "", "CheckpointManager"),
-        (lambda path, t: cgx.restore_state(path.parent, t), FileNotFoundError, "path"),
+        (lambda path, t: restore(path / "none", t), FileNotFoundError, "path", "", "CheckpointManager"),
+        (lambda path, t: restore(path.parent, t), FileNotFoundError, "path"),
         (lambda path, t: restore(path, PARAMS), TypeError, "template", "a dict", "train.init"),
         (lambda path, t: restore(path, t.exchange), ValueError, "template", "none"),
         (lambda path, t: restore(path, t.replace(pending=3)), ValueError, "template .pending", "another"),
