@@ -24,25 +24,17 @@ def loss_fn(params, x):
     return ((jnp.tanh(x @ params["w"] + params["b"]) - x.mean(-1, keepdims=True)) ** 2).mean()
 
 
-def local_step(optimizer, loss_fn=loss_fn):
-    """Returns a step of one rank."""
+def step_by_hand(optimizer, state, specs=None):
+    """Returns a jitted step of four ranks. `state` is one of the states of its optimizer."""
 
     def step(params, state, x):
         loss, grads = cgx.value_and_grad(loss_fn, "data", None)(params, x)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    return step
-
-
-def on_mesh(step, state, ranks=4, specs=None, **options):
-    """Returns a jitted step on every rank. `state` is one of its optimizer's states."""
     specs = cgx.state_specs(state, "data") if specs is None else specs
-    return jax.jit(
-        jax.shard_map(
-            step, mesh=mesh_of(ranks), in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()), **options
-        )
-    )
+    mapped = dict(in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()))
+    return jax.jit(jax.shard_map(step, mesh=mesh_of(4), **mapped))
 
 
 def place(tree, specs, ranks=4):
@@ -50,14 +42,14 @@ def place(tree, specs, ranks=4):
     return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh_of(ranks), spec), specs))
 
 
-def train(optimizer, steps=5, params=PARAMS, ranks=4, x=X, loss_fn=loss_fn, **options):
+def train(optimizer, steps=5):
     """Returns (parameters, state, losses) after some steps from a new state."""
-    state = optimizer.init(params)
-    step, losses = on_mesh(local_step(optimizer, loss_fn), state, ranks, **options), []
+    state = optimizer.init(PARAMS)
+    step, losses = step_by_hand(optimizer, state), []
     # Where a step leaves them, so that it is compiled once.
-    params, state = place((params, state), (P(), options.get("specs") or cgx.state_specs(state, "data")), ranks)
+    params, state = place((PARAMS, state), (P(), cgx.state_specs(state, "data")))
     for _ in range(steps):
-        params, state, loss = step(params, state, x)
+        params, state, loss = step(params, state, X)
         losses.append(float(loss))
     return params, state, losses
 

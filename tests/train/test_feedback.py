@@ -15,7 +15,7 @@ from exchanging import GRADS, RANKS, compress, pmean, run
 from helpers import assert_same_trees, bare, mesh_with, sent
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, STOCHASTIC, X, local_step, loss_fn, mesh_of, on_mesh
+from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of, step_by_hand
 
 import jaxcgx as cgx
 
@@ -43,7 +43,7 @@ def test_noise_is_another_one_every_step():
 def test_gradients_travel_as_bytes_and_residuals_are_overwritten_in_place():
     optimizer = optax.chain(compress(cgx.Plan.every(CODEC, schedule="one_shot")), optax.sgd(0.1))
     state = optimizer.init(PARAMS)
-    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    step = jax.jit(step_by_hand(optimizer, state), donate_argnums=(0, 1))
     program = step.lower(PARAMS, state, X).compile().as_text()
     assert "jaxcgx_encode" in program and not re.search(r"f32\[(1,)?30,40\]\S* copy\(", program)
     assert {dtype for _, dtype in sent(program)} == {"u8", "f32"}
@@ -61,7 +61,7 @@ def test_raw_costs_nothing(plan):
     count = lambda params, state, loss: (params, state[1], loss)
     programs = []
     for each, specs in (wrapped, None), (plain, P()):
-        step = on_mesh(local_step(each), each.init(PARAMS), specs=specs)
+        step = step_by_hand(each, each.init(PARAMS), specs)
         program = jax.jit(lambda *args: count(*step(*args))).lower(PARAMS, each.init(PARAMS), X)
         programs.append(bare(program.compile()))
     assert programs[0] == programs[1]
@@ -82,7 +82,7 @@ def test_what_init_makes_under_a_mesh_is_what_a_step_returns():
     with jax.set_mesh(mesh_of(RANKS)):
         params = jax.device_put(jax.tree.map(jnp.copy, PARAMS), P())
         state = jax.jit(optimizer.init)(params)
-    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    step = jax.jit(step_by_hand(optimizer, state), donate_argnums=(0, 1))
     for _ in range(3):
         params, state, _ = step(params, state, X)
     assert step._cache_size() == 1
