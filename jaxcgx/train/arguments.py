@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat, _programs
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.train.batch import Words, broadcast, check_spans, dimension, filled, spec_of_batch, spell_axes, split_batch
+from jaxcgx.train.batch import Words, broadcast, check_spans, dimensions, filled, spec_of_batch, spell_axes, split_batch
 from jaxcgx.train.division import OverMesh
 from jaxcgx.typing import PyTree, Specs
 
@@ -30,15 +30,15 @@ class Split:
     places: tuple[int, ...]  # the positions of the differentiated arguments
     tree: PyTree  # the structure of the other arguments
     static: list[Any]  # the leaves of the other arguments that are no arrays, with None in place of each array
-    is_array: tuple[bool, ...]  # for each leaf of the other arguments
-    specs: tuple[P, ...]  # for each array: how it is split over the ranks
-    keys: tuple[bool, ...]  # for each array: whether it is a single random key
+    is_array: list[bool]  # for each leaf of the other arguments
+    specs: list[P]  # for each array: how it is split over the ranks
+    keys: list[bool]  # for each array: whether it is a single random key
     remedy: Callable[[], str]  # returns the remedy of errors: how to tell how the arguments are split
 
     @property
     def dims(self) -> list[int | None]:
         """For each array, the dimension of the examples, or None if every rank has the whole array."""
-        return list(map(dimension, self.specs))
+        return dimensions(self.specs)
 
     @classmethod
     def of(cls, division: OverMesh, places: tuple[int, ...], others: Others, specs: Specs) -> "Split":
@@ -81,9 +81,9 @@ class Split:
             places=places,
             tree=tree,
             static=[None if array else x for (_, x), array in zip(found, is_array)],
-            is_array=tuple(is_array),
-            specs=tuple(specs),
-            keys=tuple(keys),
+            is_array=is_array,
+            specs=specs,
+            keys=keys,
             remedy=remedy,
         )
 

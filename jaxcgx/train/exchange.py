@@ -115,8 +115,6 @@ class Exchange(Protocol):
 
 # What users pass: a codec, {axis: codec}, a plan, a schedule of plans {first step: plan}, or an exchange.
 AnyExchange: TypeAlias = Exchange | Codec | Plan | dict[Any, Any]
-
-
 Outcome: TypeAlias = tuple[Any, ExchangeState]  # (a ticket or the mean, the state)
 
 

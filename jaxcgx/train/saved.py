@@ -22,8 +22,6 @@ from jaxcgx.transports.base import Transport
 from jaxcgx.typing import AxisName, PyTree, Specs
 
 OP = "restore_state"
-
-
 WITH_ROWS = ExchangeState, PerRank, Pending  # the nodes of a state that have fields with a row for each rank
 
 

@@ -264,10 +264,8 @@ class ValueAndGrad:
             return value, outputs.of_all(found.aux, weight, net), row(grads)
 
         if division.explicit:  # over Explicit axes, shard_map doesn't move arrays
-            arrays = list(map(jax.sharding.reshard, arrays, division.shardings(list(split.specs))))
-        step = division.over(
-            of_rank, in_specs=(P(), list(split.specs)), out_specs=(P(), outputs.out_specs, division.rows)
-        )
+            arrays = list(map(jax.sharding.reshard, arrays, division.shardings(split.specs)))
+        step = division.over(of_rank, in_specs=(P(), split.specs), out_specs=(P(), outputs.out_specs, division.rows))
         try:
             value, aux, rows = step(params, arrays)
         except Exception as error:
