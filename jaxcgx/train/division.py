@@ -204,10 +204,9 @@ class OverMesh(Division):
         return jnp.arange(self.size)
 
     def check_batch(self, batch: Batch) -> None:
-        """Refuses arrays that jit would misread.
+        """Refuses arrays of one process of several, too, which jit would take for the whole batch.
 
-        If the mesh has several processes, jit would take arrays of one process for the whole batch. On an Auto mesh, a
-        traced step can't see shardings, so it would split every array along the first dimension.
+        On an Auto mesh, a traced step can't see shardings, so it would split every array along the first dimension.
         """
         leaves = jax.tree.leaves_with_path(batch)
         check_spans("train.step", self.mesh, self.names, leaves=leaves)
@@ -265,11 +264,10 @@ class OverMesh(Division):
         return lambda *args: jax.lax.with_sharding_constraint(function(*args), shardings)
 
     def specs_of_state(self, state: PyTree, params: Params, specs: Specs) -> Specs:
-        """Returns the specs of an optimizer's state.
+        """An array gets the spec of a parameter that has its shape, and whose path is the end of the array's path.
 
-        An array gets the spec of a parameter if it has the parameter's shape, and its path ends with the parameter's
-        path. Other arrays are whole. The specs don't affect the results, because XLA's partitioner adds the collectives
-        that an optimizer needs.
+        Other arrays are whole. The specs don't affect the results, because XLA's partitioner adds the collectives that
+        an optimizer needs.
         """
         known = like(params, specs)
         return jax.tree.map_with_path(lambda path, x: known(path, x.shape) or P(), state)

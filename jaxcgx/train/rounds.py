@@ -92,9 +92,7 @@ class Rounds(Protocol):
         """Returns the specs of a part's state: those of arrays with rows per center or per rank, or P()."""
         ...
 
-    def act(self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At) -> Acted:
-        """Does an act."""
-        ...
+    def act(self, act: Act, outer: Params, own: Params, state: ExchangeState | None, at: At) -> Acted: ...
 
     def measured(self, states: Sequence[ExchangeState]) -> PyTree:
         """Returns the telemetry of the last rounds, or None."""

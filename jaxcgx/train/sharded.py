@@ -233,11 +233,10 @@ class ShardedMesh(OverMesh):
         return cut.structure.unflatten([x if d is None else zeros(x, d) for x, d in zip(values, cut.dimensions)])
 
     def open(self, params: Params, loss: Function, key: Key | None) -> tuple[Params, Function]:
-        """Returns (parameters, a loss function of these parameters).
+        """The parameters and the gradients have the shapes of whole parameters.
 
-        The parameters and the gradients have the shapes of whole parameters. With `regather`, the loss function gathers
-        the shards itself, and again in the backward pass. The returned parameters then have zeros in place of sharded
-        parameters, only so that these have gradients.
+        With `regather`, the loss function gathers the shards itself, and again in the backward pass. The returned
+        parameters then have zeros in place of sharded parameters, only so that these have gradients.
         """
         cut = self.params_cut
         if not cut:
