@@ -290,6 +290,5 @@ def test_momentum_twice_is_a_warning(function):
         else:
             cgx.state_specs(optax.chain(compress(exchange), optimizer).init(PARAMS), "data")
     argument = "optimizer" if function == "make_train_step" else "opt_state"
-    words = says(function, argument, got="optax.trace", remedy="write optax.sgd(rate)")
-    check(str(warned[0].message), words)
+    check(str(warned[0].message), says(function, argument, got="optax.trace", remedy="write optax.sgd(rate)"))
     assert len(warned) == 1 and warned[0].filename == __file__

@@ -99,6 +99,5 @@ def test_the_numbers_are_its_own(name):
 @pytest.mark.parametrize("name", CALLS_THE_LOSS)
 def test_those_that_call_the_loss(name):
     train = cgx.make_train_step(loss_fn, make(name), mesh_of(2), cgx.Raw())
-    words = says("make_train_step", "optimizer", got="one", remedy="linesearch=None")
-    with raises(ValueError, words):
+    with raises(ValueError, says("make_train_step", "optimizer", got="one", remedy="linesearch=None")):
         train.step(train.init(PARAMS | FROZEN), X)

@@ -116,8 +116,7 @@ def test_modules_that_a_pytree_does_not_have():
         with raises(ValueError, says("value_and_grad", "loss_fn", remedy="__init__ has_aux")):
             cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)(Model(), X)
     loss = lambda model, x: (model(x) ** 2).mean()
-    at = "leaf [0][0].outer.kernel"
-    with raises(ValueError, says("value_and_grad", "loss_fn", at=at, remedy="nnx.split")):
+    with raises(ValueError, says("value_and_grad", "loss_fn", at="leaf [0][0].outer.kernel", remedy="nnx.split")):
         cgx.value_and_grad(loss, "data", cgx.Raw(), mesh=mesh)(Model(tied=True), X)
     graph, params, rest = nnx.split(Model(tied=True), nnx.Param, ...)
     merged = lambda params, x: loss(nnx.merge(graph, params, rest), x)
@@ -143,8 +142,7 @@ jax.tree_util.register_pytree_node(Statistics, lambda m: ((m.w, m.mean), None), 
 
 def test_a_change_that_would_be_lost_is_refused():
     f = cgx.value_and_grad(lambda model, x: model(x).mean(), "data", CODEC, mesh=mesh_of(AxisType.Auto))
-    words = says("value_and_grad", "loss_fn", at="leaf [0][0][<flat index 1>]", got="one")
-    with raises(ValueError, words):
+    with raises(ValueError, says("value_and_grad", "loss_fn", at="leaf [0][0][<flat index 1>]", got="one")):
         f(Statistics(PARAMS["w"], jnp.zeros(())), X)
     popped = cgx.value_and_grad(lambda p, batch: loss_fn(p, batch.pop("x")), "data", cgx.Raw(), mesh=f.mesh)
     close(popped(PARAMS, {"x": X}), jax.value_and_grad(loss_fn)(PARAMS, X))

@@ -119,6 +119,5 @@ def test_finish_says_nothing_of_what_it_drops():
 def test_a_plain_step_refuses_what_is_pending():
     step = make(overlap=cgx.Priority())
     state, _ = step.step(step.init(PARAMS), BATCHES[0])
-    words = says("train.step", "state", got="one whose gradients", remedy="finish")
-    with raises(ValueError, words):
+    with raises(ValueError, says("train.step", "state", got="one whose gradients", remedy="finish")):
         make().step(state, BATCHES[1])

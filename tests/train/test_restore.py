@@ -76,8 +76,7 @@ def test_pending_gradients(tmp_path):
     mean = np.asarray(state.pending.grads["w"]).mean(0)
     np.testing.assert_allclose(moved.grads["w"].mean(0), mean, rtol=1e-5, atol=1e-7)
     sent = dataclasses.replace(state.pending, ticket=jnp.zeros(4))
-    words = says("reshard_state", "state", got="one whose gradients", remedy="train.finish")
-    with raises(ValueError, words):
+    with raises(ValueError, says("reshard_state", "state", got="one whose gradients", remedy="train.finish")):
         cgx.reshard_state(state.replace(pending=sent), 2)
 
 

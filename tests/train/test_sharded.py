@@ -198,8 +198,8 @@ def test_a_tuple_of_axes():
     for exchange, gather, near in (cgx.Raw(), cgx.Raw(), 1e-6), (lossy, by_axis, 0.05):
         found = run(make(exchange, gather=gather, **options))[0].params
         assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=near), found, expected)
-    words = says("make_train_step", "exchange", got="a codec", remedy="no residuals")
-    with raises(ValueError, words):  # a hierarchy has no feedback of slices
+    # A hierarchy has no feedback of slices.
+    with raises(ValueError, says("make_train_step", "exchange", got="a codec", remedy="no residuals")):
         run(make(by_axis, **options))
 
 

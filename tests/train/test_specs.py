@@ -143,10 +143,9 @@ def classes_fn(params, x, y, scale):
 def test_an_argument_that_is_no_example():
     """It is passed next to a batch with a known sharding, and by keyword."""
     mesh, y, scale = mesh_of(AxisType.Auto), jnp.arange(24) % 8, jnp.arange(1.0, 9.0)
-    words = says("value_and_grad", "batch_specs", got="leaves", remedy="P() keyword")
     expected = jax.value_and_grad(classes_fn)(PARAMS, X, y, scale)
     batch = place(mesh, (X, y))
-    with raises(ValueError, words):
+    with raises(ValueError, says("value_and_grad", "batch_specs", got="leaves", remedy="P() keyword")):
         cgx.value_and_grad(classes_fn, "data", cgx.Raw())(PARAMS, *batch, scale)
     specs = P("data"), P("data")
     with raises(ValueError, says("value_and_grad", "batch_specs", remedy="keyword")):
@@ -168,9 +167,8 @@ def test_one_example_of_a_rank_is_not_broadcast(ranks):
     fun = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
     options = dict(mesh=mesh, ranks=ranks)
     closing = lambda p, x, y: cgx.value_and_grad(lambda p, x: fun(p, x, y), "data", cgx.Raw(), **options)(p, x)
-    words = says("value_and_grad", "loss_fn", got="one that closes over float32[4, 40]")
     for call in (closing, jax.jit(closing)):
-        with raises(ValueError, words):
+        with raises(ValueError, says("value_and_grad", "loss_fn", got="one that closes over float32[4, 40]")):
             call(PARAMS, x, y)
     with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [2]", remedy="shard")):
         cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, x), place(mesh, y, P()))
