@@ -45,14 +45,9 @@ DECAY = cgx.DGC(weight_decay=0.1, weight_decay_mask={"x": True})
 ADAM = optax.adam(1e-3).init(PARAMS)
 AS_NNX = {"opt_state": {0: vars(compress(CODEC).init(PARAMS))}}  # as nnx.state has it
 ROWS_OF_B, FORGETFUL = "state .own.residuals['b']", cgx.Feedback(cgx.MaxMin(4), keep=False)
-
-
-def decay(transformation, g):
-    return transformation.update(g, transformation.init(g), g)[0]
-
-
-def unplaced():
-    cgx.compress_gradients("data", CODEC).init(PARAMS)
+decay = lambda transformation, g: transformation.update(g, transformation.init(g), g)[0]
+unplaced = lambda: cgx.compress_gradients("data", CODEC).init(PARAMS)
+half = lambda state: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state)
 
 
 def of_adam():
@@ -64,10 +59,6 @@ def of_reduced_gradients():
     specs, transformation = jax.sharding.PartitionSpec(), cgx.compress_gradients("data", cgx.DGC())
     step = lambda g: transformation.update(g, transformation.init(g))[0]
     jax.shard_map(step, mesh=mesh_of(2), in_specs=specs, out_specs=specs)(PARAMS)
-
-
-def half(state):
-    return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state)
 
 
 def from_state(exchange=CODEC, params=PARAMS, ranks=RANKS, change=lambda state: state):

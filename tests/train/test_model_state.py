@@ -204,15 +204,12 @@ def step_from(rows):
     train.step(train.init(W, STATE).replace(model_state=rows), X)
 
 
-def of_four():
-    return jax.device_get(make(mode="per_rank").init(W, {"mean": jnp.zeros(30)}).model_state)
-
-
 def without_a_state():
     alone = make(lambda *_: jnp.zeros(()), 2)
     alone.step(alone.init(W, STATE), X)
 
 
+of_four = lambda: jax.device_get(make(mode="per_rank").init(W, {"mean": jnp.zeros(30)}).model_state)
 ERRORS = {
     "make_train_step": [
         (lambda: make(mode="all"), ValueError, "model_state", "'all'"),

@@ -134,12 +134,9 @@ def test_a_model_with_state_per_rank(tmp_path):
     np.testing.assert_allclose(six["mean"], np.full(6, X.mean()), rtol=1e-5)
 
 
-def other_residuals(path, t):
-    return restore(path, t.replace(exchange=make(2).init(WIDE).exchange))
-
-
 WIDE, restore = dict(PARAMS, b=jnp.zeros(41)), cgx.restore_state
 bare = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+other_residuals = lambda path, t: restore(path, t.replace(exchange=make(2).init(WIDE).exchange))
 ERRORS = {
     "restore_state": [
         (lambda path, t: restore(path / "none", t), FileNotFoundError, "path", "", "CheckpointManager"),
@@ -186,10 +183,7 @@ def test_specs_through_any_nesting():
     assert cgx.state_specs(state, ["node", "local"])[1].own.momentum["w"] == P(("node", "local"))
 
 
-def specs_of(optimizer):
-    return cgx.state_specs((optimizer.init(PARAMS), ()), "data")
-
-
+specs_of = lambda optimizer: cgx.state_specs((optimizer.init(PARAMS), ()), "data")
 ERRORS_OF_STATES = {
     "state_specs": [
         (lambda: specs_of(optax.MultiSteps(compressed(4), 2)), ValueError, "opt_state", "it around", "optax.chain("),

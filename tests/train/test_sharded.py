@@ -236,12 +236,7 @@ def test_what_a_step_sends():
 SPECS = {"up": P(None, "data"), "bias": P(), "down": P("data"), "one": P()}
 CUT = {**SPECS, "one": P("data")}
 LEADS, LOW = cgx.Plan(CODEC, leader=True), cgx.PowerSGD(2)
-
-
-def gathered(plan):
-    return dict(params=SPECS, gather=plan)
-
-
+gathered = lambda plan: dict(params=SPECS, gather=plan)
 BAD_ARGUMENTS = {
     "make_train_step": [
         ((CODEC, dict(params={**SPECS, "up": P("data", "data")})), ValueError, "sharding.params ['up']"),

@@ -202,12 +202,7 @@ def wrong(params=PARAMS, **options):
     return lambda: run(cgx.make_train_step(**given), 1, params)
 
 
-def step_from(state):
-    return lambda: make().step(state(), X)
-
-
 OF_ANOTHER_PLAN = lambda: make(cgx.Plan(CODEC, min_size=100)).init(PARAMS)
-NUMBERS = lambda: {"n": jnp.ones(3)}
 COMPLEX = {"c": np.asarray(np.arange(8) * (1 + 2j), np.complex64), "w": np.ones(8, np.float32)}
 GATHERED = cgx.Sharding(optimizer={"c": P("data"), "w": P("data")}, gather=cgx.Lossless())
 ERRORS = {
@@ -242,8 +237,8 @@ ERRORS = {
         (wrong({**PARAMS, "act": jnp.tanh}), TypeError, "params ['act']", "<", "eqx.partition"),
     ],
     "train.step": [
-        (step_from(OF_ANOTHER_PLAN), ValueError, "state .own.residuals['b']", "None"),
-        (step_from(NUMBERS), TypeError, "state", "a dict"),
+        (lambda: make().step(OF_ANOTHER_PLAN(), X), ValueError, "state .own.residuals['b']", "None"),
+        (lambda: make().step({"n": jnp.ones(3)}, X), TypeError, "state", "a dict"),
     ],
 }
 test_errors = table(ERRORS)

@@ -355,12 +355,7 @@ def asked(fun=loss_fn, axis="data", plan=CODEC, params=PARAMS, batch=(X,), given
 
 UNUSED = cgx.Plan(CODEC, rules=[("none", CODEC)])
 (EXCHANGE, STATE), ROWS = fed(CODEC), jax.tree.map(lambda x: jnp.stack([x] * RANKS), PARAMS)
-
-
-def constrained(sharding):
-    return asked(lambda p, x: loss_fn(p, lax.with_sharding_constraint(x, sharding)))
-
-
+constrained = lambda sharding: asked(lambda p, x: loss_fn(p, lax.with_sharding_constraint(x, sharding)))
 NAMED = NamedSharding(mesh_of(AxisType.Auto), P("data"))
 
 
