@@ -240,19 +240,6 @@ def test_leaves_without_gradients(ranks):
     assert [k for k in params if grads[k] is None] == ["f", "steps"]
 
 
-def test_the_loss_does_not_run_while_it_is_traced():
-    ran, traced = [], []
-
-    def loss(params, x):
-        traced.append(1)
-        total = lax.stop_gradient(params["b"].sum())
-        total = jax.pure_callback(lambda x: (ran.append(1), x)[1], jax.ShapeDtypeStruct((), jnp.float32), total)
-        return loss_fn(params, x), total + jnp.ones(len(x)).mean()
-
-    jax.jit(cgx.value_and_grad(loss, "data", CODEC, has_aux=True, mesh=mesh_of(AxisType.Auto))).lower(PARAMS, X)
-    assert not ran and len(traced) <= 2
-
-
 @MAPPED
 @pytest.mark.parametrize("how", ["eager", "jit"])
 def test_how_often_a_loss_is_traced(ranks, how):
