@@ -92,7 +92,6 @@ ERRORS = {
         (of_adam, TYPE, "state", "tuple"),
         (lambda: from_state(cgx.Plan(CODEC, min_size=100)), VALUE, ROWS_OF_B, "None"),
         (lambda: from_state(FORGETFUL), VALUE, "state", "one without .own.residuals['b']", "plan"),
-        (lambda: from_state(params={"w": PARAMS["w"]}), VALUE, "state", "one without .own.residuals['b']", "plan"),
         (lambda: from_state(cgx.Momentum(CODEC)), VALUE, "state", "one without .own.momentum", "plan"),
         (lambda: from_state(params=WIDE), VALUE, "state .own.residuals['w']", "float32[1, 30, 41]"),
         (lambda: from_state(ranks=2 * RANKS), VALUE, ROWS_OF_B, "float32[2, 40]", "jaxcgx.reshard_state"),
