@@ -163,9 +163,6 @@ class DGC(Sparse):
         return Plan(by_axis(names, codec, Raw()), **fields, **self._how)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
-        return super().begin(self._clip(grads, at), state, at)
-
-    def _clip(self, grads: PyTree, at: At) -> PyTree:
         leaves, tree = jax.tree.flatten(grads)
         if (limit := self.clip_value) is not None:
             leaves = [jnp.clip(g, jnp.asarray(-limit, g.dtype), jnp.asarray(limit, g.dtype)) for g in leaves]
@@ -176,7 +173,7 @@ class DGC(Sparse):
             # N^-1/2 times the limit. Here gradients are not divided yet, so the bound is N times larger.
             share = _scale(self.clip_global_norm * math.sqrt(at.net.size), sum(_squares(leaves, at)))
             leaves = [g * share.astype(g.dtype) for g in leaves]
-        return tree.unflatten(leaves)
+        return super().begin(tree.unflatten(leaves), state, at)
 
 
 def _scale(limit: Number, square: jax.Array | int) -> jax.Array:

@@ -204,7 +204,8 @@ class ValueAndGrad:
             raise wrong(OP, "codec_key", "None without a plan", "one", "write seed= in the exchange")
         run = self._inside if is_bound(axis_names(self.axis_name)) else self._outside
         value, aux, grads = run(args, kwargs, ExchangeState(None, codec_key))
-        with_aux, grads = lambda first: (first, aux) if self.loss.has_aux else first, self._as_grads(grads)
+        grads = self._as_argument(list(map(as_nnx, self._as_list(grads))))
+        with_aux = lambda first: (first, aux) if self.loss.has_aux else first
         return (with_aux(value), grads) if self.valued else with_aux(grads)
 
     def _inside(self, args: Sequence[Any], kwargs: dict[str, Any], sent: ExchangeState) -> tuple[Any, ...]:
@@ -325,10 +326,6 @@ class ValueAndGrad:
         if value is None or isinstance(self.argnums, int):
             return value if value is None else [value]
         return [value] * len(self.argnums) if isinstance(value, P | jax.sharding.NamedSharding) else list(value)
-
-    def _as_grads(self, grads: PyTree) -> PyTree:
-        """Returns gradients as jax.value_and_grad does, or for modules of Flax NNX as nnx.value_and_grad does."""
-        return self._as_argument(list(map(as_nnx, self._as_list(grads))))
 
     def _as_argument(self, values: Sequence[Any]) -> Any:
         """Returns values of the differentiated arguments as the caller would have them: one of them, or a tuple."""
