@@ -253,7 +253,6 @@ BAD_ARGUMENTS = {
         ((CODEC, dict(params=CUT)), ValueError, "sharding.params ['one']", "", "jaxcgx.shard_specs"),
         ((CODEC, dict(optimizer=CUT)), ValueError, "sharding.optimizer ['one']", "", "jaxcgx.shard_specs"),
     ],
-    "Feedback": [((cgx.Feedback(LEADS), dict(params=SPECS)), ValueError, "plan", "leader=True", "slices")],
 }
 test_bad_arguments = table(BAD_ARGUMENTS, lambda given: run(make(given[0], **given[1])))
 
