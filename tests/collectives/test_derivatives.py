@@ -170,35 +170,21 @@ def test_a_codec_for_each_direction(op, check_vma):
 
 
 @CHECKS
-def test_backward_messages_are_compressed_and_draw_noise_of_their_own(check_vma):
-    codec, key = cgx.MaxMin(4, 64, rounding="stochastic"), jax.random.key(0)
-
-    def exchange(x):
-        return cgx.compressed_all_to_all(x, "a", 0, 0, codec, key=key, tiled=True)
+def test_backward_messages_are_compressed(check_vma):
+    """tests/exchange/test_noise.py checks that they draw noise of their own."""
+    codec, options = cgx.MaxMin(4, 64, rounding="stochastic"), dict(key=jax.random.key(0))
 
     def body(x):
         f = {
-            "psum": lambda x: cgx.compressed_psum(x, "a", planned(codec, schedule="two_shot"), key=key),
-            "all_to_all": exchange,
-            "psum_scatter": lambda x: cgx.compressed_psum_scatter(x, "a", codec, key=key, tiled=True),
-            "all_gather": lambda x: cgx.compressed_all_gather(x, "a", codec, key=key, tiled=True),
+            "psum": lambda x: cgx.compressed_psum(x, "a", planned(codec, schedule="two_shot"), **options),
+            "all_to_all": lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, codec, tiled=True, **options),
+            "psum_scatter": lambda x: cgx.compressed_psum_scatter(x, "a", codec, tiled=True, **options),
+            "all_gather": lambda x: cgx.compressed_all_gather(x, "a", codec, tiled=True, **options),
         }
         return {name: jax.vjp(g, x)[1](g(x)) for name, g in f.items()}
 
-    run = on_ranks(body, mesh(4), check_vma)
-    x = normal((4, 64, 9))
-    program = run.lower(x).compile().as_text()
+    program = on_ranks(body, mesh(4), check_vma).lower(normal((4, 64, 9))).compile().as_text()
     assert sent(program) == {("all-to-all", "u8"), ("all-gather", "u8")}
-    if not check_vma:  # psum's transpose is psum, too
-        psum = lambda x: cgx.compressed_psum(x, "a", planned(codec, schedule="two_shot"), key=key)
-        there, back = on_ranks(lambda x: (psum(x), jax.vjp(psum, 0 * x)[1](x)[0]), mesh(4), check_vma)(x)
-        lost = [(y - x.sum(0)).ravel() for y in (there, back)]
-        assert abs(np.corrcoef(*lost)[0, 1]) < 0.1
-    # This all_to_all is its own transpose. The same numbers have different errors in the two directions.
-    plain = functools.partial(lax.all_to_all, axis_name="a", split_axis=0, concat_axis=0, tiled=True)
-    both = lambda x: (exchange(x), jax.vjp(exchange, 0 * x)[1](x)[0], plain(x))
-    there, back, exact = on_ranks(both, mesh(4), check_vma)(x)
-    assert abs(np.corrcoef((there - exact).ravel(), (back - exact).ravel())[0, 1]) < 0.1
 
 
 def test_a_payload_has_no_derivative():

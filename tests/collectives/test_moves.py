@@ -103,20 +103,12 @@ def test_what_is_sent():
         assert {c.codec for c in found} == {"MaxMin(bits=4)"} and found[0].raw_bytes > 7 * found[0].bytes
 
 
-def test_the_transpose_has_its_own_codec_and_noise():
-    codec, back, key = cgx.MaxMin(4, rounding="stochastic"), cgx.MaxMin(8), jax.random.key(0)
-    x = normal((4, 4096))
-    run = functools.partial(move, RING, codec, key=key)
-    forward = on_ranks(run(), mesh(4))(x)
-    transposed = lambda **options: on_ranks(lambda x: jax.vjp(run(**options), x)[1](x)[0], mesh(4))(x)
-    # Back around the ring, the same numbers have other errors.
-    lost = (forward - jnp.roll(x, 1, 0)).ravel(), (transposed() - jnp.roll(x, -1, 0)).ravel()
-    assert abs(np.corrcoef(*lost)[0, 1]) < 0.1
+def test_the_transpose_has_its_own_codec():
+    x, back = normal((4, 4096)), cgx.MaxMin(8)
+    options = dict(key=jax.random.key(0), backward_plan=back)
+    run = move(RING, cgx.MaxMin(4, rounding="stochastic"), **options)
     expected = jnp.roll(jax.vmap(lambda x: cgx.roundtrip(x, back))(x), -1, 0)
-    np.testing.assert_array_equal(transposed(backward_plan=back), expected)
-    # Ranks draw different noise.
-    alike = on_ranks(move(RING, cgx.MaxMin(2, rounding="stochastic"), key=key), mesh(4))(x[:1].repeat(4, 0))
-    assert np.abs(np.corrcoef(np.asarray(alike - x[:1])) - np.eye(4)).max() < 0.1
+    np.testing.assert_array_equal(on_ranks(lambda x: jax.vjp(run, x)[1](x)[0], mesh(4))(x), expected)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
