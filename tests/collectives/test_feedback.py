@@ -73,12 +73,6 @@ def test_gathers_alone(ranks):
             np.testing.assert_allclose(after[name][rank], expected, rtol=0, atol=1e-5)
 
 
-def test_messages_and_owners_leave_encoded_residuals_alone():
-    fields = [dict(own="encoded", schedule=schedule) for schedule in ("two_shot", "one_shot")]
-    each = lambda x, e: [[psum(x, e, fusion_mb=mb, **field) for field in fields] for mb in (64, 1e-6)]
-    assert_trees(assert_same_bytes, *on_ranks(each, mesh(4))(tree(4), tree(4, seed=1)))
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_of_16_bit_leaves_the_encoding_is_fed_back(dtype):
     """Residuals are float32. Only the rounding of the result to the leaf's dtype is lost."""
@@ -166,11 +160,6 @@ def test_warnings():
         words = rf"compressed_{op}: argument 'plan': {what} of MaxMin\(bits=1.* grow without bound"
         with pytest.warns(UserWarning, match=words):
             jax.eval_shape(on_ranks(f, mesh(2)), jnp.ones((2, 100)))
-
-
-def test_a_ring_that_encodes_nothing():
-    x = jnp.ones((4, 5))
-    on_ranks(lambda x: psum(x, x, codec=cgx.Plan(cgx.MaxMin(4), schedule="ring"), key=None), mesh(4))(x)
 
 
 def test_no_ring_between_nodes():

@@ -262,14 +262,6 @@ def test_empty_trees():
     assert got[1] == empty
 
 
-def test_dtypes_of_the_others():
-    parts = {dtype: whole_numbers((4, 4, 3), 1, dtype) for dtype in ("float32", "bfloat16", "int32")}
-    for op, kwargs in dict(psum_scatter={}, all_gather={}, all_to_all=dict(split_axis=0, concat_axis=0)).items():
-        compressed = lambda t: getattr(cgx, f"compressed_{op}")(t, "a", plan=EXACT, **kwargs)
-        plain = lambda t: jax.tree.map(lambda x: getattr(lax, op)(x, "a", **kwargs), t)
-        assert_same(on_ranks(compressed, mesh(4))(parts), on_ranks(plain, mesh(4))(parts))
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("codec", [EXACT, cgx.Raw()], ids=str)
 def test_empty_leaves_of_tiled_exchanges(codec, check_vma):

@@ -205,19 +205,6 @@ def test_nothing_is_sent_of_skipped_leaves():
     assert all((leaf.bytes, leaf.reason) == (0, "the plan skips it") for leaf in frozen)
 
 
-def test_the_gradient_in_the_backward_pass_is_zeros():
-    def loss(params, x):
-        params = cgx.sync_in_backward(params, "a", FREEZING)
-        return lax.pmean(((x @ params["w"] + x @ params["frozen"]) ** 2).mean(), "a")
-
-    params = {"w": normal((8, 16), 1), "frozen": normal((8, 16), 2)}
-    outside = jax.shard_map(loss, mesh=mesh(4), in_specs=(P(), P("a")), out_specs=P())
-    value, grads = jax.jit(jax.value_and_grad(outside))(params, normal((4, 8), 3))
-    plain = ((normal((4, 8), 3) @ (params["w"] + params["frozen"])) ** 2).mean()
-    np.testing.assert_allclose(value, plain, rtol=1e-5)
-    assert grads["w"].any() and not grads["frozen"].any()
-
-
 def test_codecs_that_send_nothing_encode_nothing():
     refused("encode", lambda: cgx.encode(jnp.ones(3), cgx.Skip()), ValueError, "codec", "Skip()", "jaxcgx.Plan")
     assert cgx.Skip().wire_bytes((1000, 3), "bfloat16") == 0 and cgx.Skip() == cgx.Skip() and cgx.Skip().skips
