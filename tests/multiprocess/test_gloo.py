@@ -98,37 +98,23 @@ def test_a_process_own_batch_is_not_the_batch_of_all(digests):
 
 
 # What JAX does if a rank fails. docs/failures.md promises it, and no code of jaxcgx has a part in it.
-of_jax = pytest.mark.skipif(not FULL, reason="runs in the full tests")
-
-
-@of_jax
-def test_a_rank_that_dies_in_a_collective_ends_the_others():
-    with Ranks("exchange", "die") as processes:
-        assert processes.wait(1) == -signal.SIGKILL
-        assert processes.wait(0) != 0
-        assert re.search("JaxRuntimeError: .*Gloo .* failed|stopped sending heartbeats", processes.text(0))
-
-
-@of_jax
-def test_the_coordinator_dying_ends_the_others():
-    with Ranks("die", "exchange") as processes:
-        assert processes.wait(0) == -signal.SIGKILL
-        assert processes.wait(1) != 0
-        assert "Gloo" in processes.text(1) or "another task died" in processes.text(1)
-
-
-@of_jax
-def test_a_rank_that_stops_counts_as_dead_after_the_heartbeat_timeout():
-    with Ranks("exchange", "stop") as processes:
-        assert processes.wait(0) != 0
-        assert "stopped sending heartbeats" in processes.text(0)
-
-
-@of_jax
-def test_a_rank_that_stays_away_is_waited_for_as_long_as_the_collective_timeout():
-    with Ranks("exchange", "leave", flags="--xla_cpu_collective_timeout_seconds=4") as processes:
-        assert processes.wait(0) != 0
-        assert "Timed out waiting" in processes.text(0)
+@pytest.mark.skipif(not FULL, reason="runs in the full tests")
+@pytest.mark.parametrize(
+    ("actions", "words"),
+    [
+        (("exchange", "die"), "JaxRuntimeError: .*Gloo .* failed|stopped sending heartbeats"),
+        (("die", "exchange"), "Gloo|another task died"),  # the coordinator
+        (("exchange", "stop"), "stopped sending heartbeats"),
+        (("exchange", "leave"), "Timed out waiting"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others(actions, words):
+    """The heartbeat timeout ends the wait for one that stops, the collective timeout that for one that stays away."""
+    rank = actions.index("exchange")
+    with Ranks(*actions, flags="--xla_cpu_collective_timeout_seconds=4" * ("leave" in actions)) as processes:
+        assert "die" not in actions or processes.wait(1 - rank) == -signal.SIGKILL
+        assert processes.wait(rank) != 0
+        assert re.search(words, processes.text(rank))
 
 
 def test_watch_names_the_process_that_stays_away():
