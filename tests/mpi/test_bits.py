@@ -1,6 +1,5 @@
 """Tests that the collectives over MPI give the same bits as over a mesh, and that explain counts their bytes."""
 
-import bounds
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,14 +88,6 @@ def test_sums_of_codecs():
     got = jax.jit(over(COMM))(mine(x))
     assert_same_trees(got, on_mesh(over("a"), x))
     assert same_everywhere(got)
-    leaves = jax.tree.leaves(x)
-    for codec, sums in zip(widths, got[-len(widths) :]):
-        assert (sums["same"] == N * (N + 1) / 2).all()
-        owners = bounds.owners([leaf[0] for leaf in leaves], N, codec)
-        for y, given, owner in zip(jax.tree.leaves(sums), leaves, owners, strict=True):
-            exact = np.asarray(given, np.float64)
-            if N > 1 and given.dtype == jnp.float32 and np.isfinite(exact).all():
-                bounds.check(y, exact, bounds.two_shot(exact, owner, codec), codec)
 
 
 def test_sparse_sums():
