@@ -154,7 +154,6 @@ CALLS = {
         (lambda x, s: psum({"w": [x, object]}), TypeError, "x ['w'][1]", "<class 'object'>"),
         # Plans
         (lambda x, s: psum(x, plan=cgx.Plan(CODEC, [("nothing", cgx.Raw())])), ValueError, "plan", "none for Rule("),
-        (lambda x, s: psum(x, plan=planned({"b": CODEC})), ValueError, "plan", "{'b'"),
         (lambda x, s: psum(x, plan=cgx.Plan(CODEC, schedule={"b": "ring"})), ValueError, "plan", "{'b'", "'a'"),
         (lambda x, s: psum(x, plan=cgx.Skip()), ValueError, "plan", "Skip()", "jaxcgx.Plan"),
         (lambda x, s: psum(x, plan=planned(ALL, schedule="ring")), ValueError, "plan", '"ring"', 'pull="top"'),

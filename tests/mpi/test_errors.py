@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import named, names
-from helpers import normal, planned
+from helpers import normal
 
 import jaxcgx as cgx
 
@@ -39,15 +39,7 @@ def in_a_mesh():
     )(x)
 
 
-LEVELS = {"cross": CODEC, "inner": CODEC}
-RINGS = planned(CODEC, schedule={"cross": "ring", "inner": "ring"})
 PSUM, BROADCAST, VALUE, TYPE = "compressed_psum", cgx.mpi.broadcast, ValueError, TypeError
-
-
-def scattered(x):
-    """One row for too few or too many ranks."""
-    options = dict(tiled=True) if N > 1 else {}
-    return cgx.compressed_psum_scatter(jnp.ones(N + 1), COMM, CODEC, **options)
 
 
 # Other arguments are checked before it is known what moves the bytes (tests/collectives/test_errors.py).
@@ -57,16 +49,12 @@ def scattered(x):
         (lambda x: psum(x, CODEC, "world"), NameError, f"{PSUM} axis_name 'world'"),
         (lambda x: psum(x, CODEC, MPI.COMM_NULL), TYPE, f"{PSUM} axis_name MPI.COMM_NULL"),
         (lambda x: psum(x, cgx.mpi.hierarchy()), TYPE, f"{PSUM} plan handle="),
-        (lambda x: psum(x, LEVELS), VALUE, f"{PSUM} plan {{'cross' jaxcgx.mpi.hierarchy()"),
-        (lambda x: psum(x, RINGS), VALUE, f"{PSUM} plan {{'cross' jaxcgx.mpi.hierarchy()"),
-        (lambda x: psum(x, planned(CODEC, leader=True)), VALUE, f"{PSUM} plan leader=True"),
+        (lambda x: psum(x, {"cross": CODEC, "inner": CODEC}), VALUE, f"{PSUM} plan {{'cross' jaxcgx.mpi.hierarchy()"),
         (lambda x: psum(x, {"node": CODEC}, cgx.mpi.hierarchy()), VALUE, f"{PSUM} plan {{'node'"),
         (lambda x: psum(over_two_devices()[1], CODEC), VALUE, f"{PSUM} x 2 devices process for each device mesh"),
         (lambda x: in_a_mesh(), VALUE, f"{PSUM} x 2 devices"),
-        (scattered, VALUE, "compressed_psum_scatter scatter_dimension"),
         (lambda x: BROADCAST(x, N), VALUE, f"broadcast root {N}"),
         (lambda x: BROADCAST(x, 0.5), TYPE, "broadcast root 0.5"),
-        (lambda x: BROADCAST(x, False), TYPE, "broadcast root False"),
         (lambda x: BROADCAST({"w": object()}), TYPE, "broadcast x leaf ['w'] <object"),
         (lambda x: cgx.mpi.hierarchy("world"), TYPE, "hierarchy comm 'world'"),
         (lambda x: cgx.mpi.hierarchy(inner=4), TYPE, "hierarchy inner 4"),
