@@ -16,8 +16,8 @@ RANKS = 4
 GRADS = {"w": normal((RANKS, 30, 40), 3), "b": normal((RANKS, 40), 4)}
 
 
-def compress(exchange, ranks=RANKS, **options):
-    return cgx.compress_gradients("data", exchange, axis_size=ranks, **options)
+def compress(exchange, ranks=RANKS):
+    return cgx.compress_gradients("data", exchange, axis_size=ranks)
 
 
 def run(exchange, steps=1, grads=GRADS, state=None, params=None, check_vma=True):

@@ -16,38 +16,30 @@ CODEC = cgx.MaxMin(4)
 OPERATIONS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 
 
-def program(f, mesh, *args, out=P(), **kwargs):
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=P(*mesh.axis_names), out_specs=out, **kwargs)
-    return jax.jit(mapped).lower(*args).compile()
-
-
-def exchanges(compiled):
-    text = compiled.as_text()
-    return {op: n for op in OPERATIONS if (n := len(re.findall(rf" {op}(?:-start)?\(", text)))}
+def compiled(tree, **fields):
+    """Returns the program of a sum over four ranks. `fields` are those of its plan."""
+    psum = lambda t: cgx.compressed_psum([x[0] for x in t], "a", planned(CODEC, **fields))
+    return jax.jit(jax.shard_map(psum, mesh=mesh(4), in_specs=P("a"), out_specs=P())).lower(tree).compile()
 
 
 @pytest.mark.parametrize("schedule", ["two_shot", "one_shot"])
 def test_many_leaves_are_as_many_exchanges_as_messages(schedule):
     tree = [jnp.zeros((4, 25, 20))] * 300  # 2,000 bytes each, so 65 of them fit into an eighth of a MiB
-    step = lambda mb: program(
-        lambda t: cgx.compressed_psum(t, "a", planned(CODEC, schedule=schedule, fusion_mb=mb)), mesh(4), tree
-    )
     once = {"two_shot": {"all-to-all": 1, "all-gather": 1}, "one_shot": {"all-gather": 1}}[schedule]
     for mb, messages in (64, 1), (0.125, 5):
-        compiled = step(mb)
-        assert exchanges(compiled) == dict.fromkeys(once, messages)
+        text = compiled(tree, schedule=schedule, fusion_mb=mb).as_text()
+        found = {op: len(re.findall(rf" {op}(?:-start)?\(", text)) for op in OPERATIONS}
+        assert {op: n for op, n in found.items() if n} == dict.fromkeys(once, messages)
         # One call encodes all leaves for all ranks.
-        assert compiled.as_text().count('custom_call_target="jaxcgx_encode"') == messages
+        assert text.count('custom_call_target="jaxcgx_encode"') == messages
 
 
 def test_no_copies_of_leaves():
     """Kernels read leaves in place. A program allocates only its results and the bytes that travel."""
     tree = [normal((4, 50_000 + i)) for i in range(20)]
-    compiled = program(
-        lambda t: cgx.compressed_psum([x[0] for x in t], "a", planned(CODEC, schedule="two_shot")), mesh(4), tree
-    )
     wire = sum(CODEC.wire_bytes(x[0].shape, x.dtype) for x in tree)
-    assert compiled.memory_analysis().temp_size_in_bytes < 3 * wire < sum(x[0].nbytes for x in tree)
+    temporary = compiled(tree, schedule="two_shot").memory_analysis().temp_size_in_bytes
+    assert temporary < 3 * wire < sum(x[0].nbytes for x in tree)
 
 
 @pytest.mark.parametrize("argument", [0, 1], ids=["leaf", "residual"])

@@ -19,11 +19,11 @@ DTYPES = [*FLOATS, "int32", "uint8", "int16", "bool", "int4"]
 TREE = {d: jnp.asarray(np.arange(60).reshape(5, 12) % 2, d) for d in DTYPES}
 
 
-def check(change, tree=TREE, check_vma=True, axes=AXES):
+def check(change, tree=TREE, check_vma=True):
     """Runs check_replicas on `change(tree, rank)`."""
 
     def step(tree):
-        return cgx.check_replicas(change(tree, lax.axis_index(AXES)), axes)
+        return cgx.check_replicas(change(tree, lax.axis_index(AXES)), AXES)
 
     return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=check_vma))(tree)
 

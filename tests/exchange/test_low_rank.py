@@ -13,7 +13,7 @@ from errors import raises, says, table
 from helpers import assert_same_bytes, assert_trees, normal, planned
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from ranks import NAMES, assert_conserved, mesh
+from ranks import assert_conserved, mesh
 
 import jaxcgx as cgx
 from jaxcgx.exchange import low_rank
@@ -23,20 +23,19 @@ CODEC = cgx.PowerSGD(2)
 LEAVES = {"w": (24, 40), "v": (24, 40), "kernel": (2, 3, 4, 40), "b": (40,)}
 
 
-def tree(*lead, seed=0):
-    return {name: normal((*lead, *shape), seed + i) for i, (name, shape) in enumerate(LEAVES.items())}
+def tree(ranks):
+    return {name: normal((ranks, *shape), i) for i, (name, shape) in enumerate(LEAVES.items())}
 
 
-def run(f, *sizes):
+def run(f, ranks):
     """Runs f(leaves, residuals, factors) on every rank, and returns (the common results, residuals, factors)."""
-    each = P(*NAMES[: len(sizes)])
 
     def body(x, residuals, factors):
-        here = functools.partial(jax.tree.map, lambda leaf: leaf.reshape(leaf.shape[len(sizes) :]))
-        sums, lost, factors = f(here(x), here(residuals), factors)
-        return sums, jax.tree.map(lambda leaf: leaf.reshape((1,) * len(sizes) + leaf.shape), lost), factors
+        sums, lost, factors = f(*jax.tree.map(lambda leaf: leaf[0], (x, residuals)), factors)
+        return sums, jax.tree.map(lambda leaf: leaf[None], lost), factors
 
-    return jax.jit(jax.shard_map(body, mesh=mesh(*sizes), in_specs=(each, each, P()), out_specs=(P(), each, P())))
+    specs = dict(in_specs=(P("a"), P("a"), P()), out_specs=(P(), P("a"), P()))
+    return jax.jit(jax.shard_map(body, mesh=mesh(ranks), **specs))
 
 
 def everywhere(f, ranks=2):
@@ -44,9 +43,9 @@ def everywhere(f, ranks=2):
     return jax.shard_map(f, mesh=mesh(ranks), in_specs=P(), out_specs=P(), check_vma=False)
 
 
-def reduce(x, residuals, factors, plan=CODEC, axes="a", op=cgx.compressed_psum, key=None):
+def reduce(x, residuals, factors, plan=CODEC):
     """Returns (sum, residuals, factors)."""
-    found, carry = op(x, axes, plan, key=key, carry=cgx.Carry(residuals=residuals, factors=factors))
+    found, carry = cgx.compressed_psum(x, "a", plan, carry=cgx.Carry(residuals=residuals, factors=factors))
     return found, carry.residuals, carry.factors
 
 

@@ -28,36 +28,27 @@ PATH = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 LIMIT = 120  # seconds, after which a program counts as hung; it needs a tenth of it
 
 
-def environment(**more):
-    """Returns the environment without the variables that this process's own MPI may have set."""
+def start(command, limit=LIMIT, **more):
+    """Runs a command without the variables that this process's own MPI may have set."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM", "OMPI_MCA", "PMIX", "CGX_"))}
-    return (
-        kept
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        }
-        | more
-    )
+    env = kept | {
+        "JAX_PLATFORMS": "cpu",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=limit)
 
 
-def python(code, **more):
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+def python(code):
+    return start([sys.executable, "-c", textwrap.dedent(code)])
 
 
 def mpirun(ranks, script, *arguments, run=("-m", "mpi4py"), limit=LIMIT, **more):
     """Runs a script under `mpirun -n ... python -m mpi4py`. The script is a path or code."""
     command = [shutil.which("mpirun", path=PATH), "-n", str(ranks), sys.executable, *run]
     command += [*(["-c", textwrap.dedent(script)] if isinstance(script, str) else [script]), *arguments]
-    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=limit)
+    return start(command, limit, **more)
 
 
 def test_cgx_own_example(tmp_path):
