@@ -92,25 +92,16 @@ def test_sums_of_codecs():
 
 def test_sparse_sums():
     """The sums are over ranks and over nodes. The momentum of sent elements is cleared."""
-    x, few = {"w": normal((N, 900))}, cgx.TopK(0.1)
-    grid = GRIDS[0]
+    x, few, grid = {"w": normal((N, 900))}, cgx.TopK(0.1), GRIDS[0]
 
     def over(ranks, axes, cross, inner):
+        levels, top = {cross: few, inner: cgx.Raw()}, cgx.TopK(0.1, pull="top")
+        ways = [(ranks, planned(few, schedule="one_shot")), (ranks, planned(top, schedule="two_shot"))]
+        ways += [(axes, planned(levels, schedule="two_shot", leader=leader)) for leader in (False, True)]
+
         def sums(x):
             carry = cgx.Carry(residuals=jax.tree.map(lambda leaf: leaf / 8, x), momentum=x)
-            return [
-                cgx.compressed_psum(x, ranks, planned(few, schedule="one_shot"), carry=carry),
-                cgx.compressed_psum(x, ranks, planned(cgx.TopK(0.1, pull="top"), schedule="two_shot"), carry=carry),
-                *(
-                    cgx.compressed_psum(
-                        x,
-                        axes,
-                        planned({cross: few, inner: cgx.Raw()}, schedule="two_shot", leader=leader),
-                        carry=carry,
-                    )
-                    for leader in (False, True)
-                ),
-            ]
+            return [cgx.compressed_psum(x, names, plan, carry=carry) for names, plan in ways]
 
         return sums
 
@@ -120,11 +111,8 @@ def test_sparse_sums():
 
 def test_derivatives():
     """Transposes are compressed in the same way. Transposes of raw leaves are those of lax."""
-    codec, x = (
-        cgx.MaxMin(4, 33, "stochastic"),
-        {k: v for k, v in tree(N).items() if k != "n"} | {"raw": normal((N, N, 3))},
-    )
-    plan = cgx.Plan(codec, [("raw", cgx.Raw())], min_size=0, skip_1d=False)
+    x = {k: v for k, v in tree(N).items() if k != "n"} | {"raw": normal((N, N, 3))}
+    plan = cgx.Plan(cgx.MaxMin(4, 33, "stochastic"), [("raw", cgx.Raw())], min_size=0, skip_1d=False)
 
     def slopes(*collectives):
         square = lambda f: lambda x: sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(f(x)))
@@ -160,27 +148,18 @@ def test_hierarchies(grid, inner, monkeypatch):
     x, found = {"w": normal((N, 5, 700)), "n": jnp.ones((N, 3), jnp.int32)}, nodes(grid)
     assert (found.cross.size, found.inner.size, found.rank) == (*grid, COMM.rank)
     assert isinstance(found.inner, Shm) == (inner == "SHM" and grid[1] > 1)
-    cross = cgx.MaxMin(4, 64, "stochastic")
-    cases = [
-        (cgx.Raw(), False, "two_shot"),
-        (cgx.Raw(), True, "ring"),
-        (cgx.MaxMin(8), False, "ring"),
-        (cgx.MaxMin(8), True, "two_shot"),
-    ]
-    over = lambda axes, outer, within: (
-        lambda x: [
-            cgx.compressed_pmean(
-                x, axes, planned({outer: cross, within: codec}, schedule=schedule, leader=leader), key=KEY
-            )
-            for codec, leader, schedule in cases
-        ]
-    )
+    cross, raw, fine = cgx.MaxMin(4, 64, "stochastic"), cgx.Raw(), cgx.MaxMin(8)
+    cases = [(raw, False, "two_shot"), (raw, True, "ring"), (fine, False, "ring"), (fine, True, "two_shot")]
+
+    def over(axes, outer, within):
+        plans = [planned({outer: cross, within: codec}, schedule=s, leader=leader) for codec, leader, s in cases]
+        return lambda x: [cgx.compressed_pmean(x, axes, plan, key=KEY) for plan in plans]
+
     got = jax.jit(over(found, "cross", "inner"))(mine(x))
     assert same_everywhere(got)  # leaders of CGX end with other numbers than their peers
     for a, b, (codec, leader, _) in zip(got, on_mesh(over(("a", "b"), "a", "b"), x, sizes=grid), cases):
-        if (
-            codec.raw and leader
-        ):  # XLA and MPI add raw numbers in different orders, so the codec may round to the next step
+        if codec.raw and leader:
+            # XLA and MPI add raw numbers in different orders, so the codec may round to the next step.
             np.testing.assert_allclose(a["w"], b["w"], atol=0.5)
         else:
             assert_same_trees(a, b)
