@@ -156,10 +156,8 @@ def _routes(
     for route in routes if plan.strict else ():
         refused = any(codec.why_raw(route.shape, route.dtype) for codec in route.codecs)
         if route.why_raw and (refused or route.dtype not in DTYPES):
-            expected, got = (
-                "a leaf that can be compressed, as the plan is strict",
-                f"one that can't, because {route.why_raw}",
-            )
+            expected = "a leaf that can be compressed, as the plan is strict"
+            got = f"one that can't, because {route.why_raw}"
             raise wrong(op, argument, expected, got, path=route.path, kind=ValueError if refused else TypeError)
     return Routes(op, argument, plan, tree, leaves=tuple(routes))
 
@@ -355,9 +353,8 @@ def _scheduled(
     asked = _asked(routes, net)
     parts = dict(zip(net.parts.values(), asked)) if isinstance(routes.plan.schedule, dict) else {}
     if cuts:  # straight to the owner, or a ring
-        rings = [parts.get(stage.net, asked[0]) == "ring" for stage in stages]
-        named = [stage._replace(schedule="ring" if ring else "one_shot") for stage, ring in zip(stages, rings)]
-        chosen = tuple(named)
+        names = ["ring" if parts.get(stage.net, asked[0]) == "ring" else "one_shot" for stage in stages]
+        chosen = tuple(stage._replace(schedule=name) for stage, name in zip(stages, names))
     else:
         # A leaf that a plan leaves raw also gets a stage for each axis if each axis has its own schedule.
         if parts and len(stages) < len(net.parts) and stages[0].net is net and stages[0].codec.raw:

@@ -210,16 +210,14 @@ def scope_of(stage: Stage, message: Message) -> ExchangeScope:
 
 
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
-    """Returns the divided sum of the leaves over all ranks of a stage. Every rank gets it."""
+    """Returns the divided sum of the leaves over all ranks of a stage, in float32 or rounded. Every rank gets it."""
     if isinstance(stage.schedule, Overlay) and not is_piecewise(stage):
-        summed = trees.allreduce(stage.compared(message, how), stage.schedule, message, _own_part(stage, how))
-    elif stage.schedule == "gather":
-        summed = _gather_sums(stage.compared(message, how), message, how)
-    else:
-        begun = begin(stage, message, how)
-        begun = advance(stage, begun, message, how) if begun.more else begun
-        summed = end(stage, begun, message, how)
-    return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
+        return trees.allreduce(stage.compared(message, how), stage.schedule, message, _own_part(stage, how))
+    if stage.schedule == "gather":
+        return _gather_sums(stage.compared(message, how), message, how)
+    begun = begin(stage, message, how)
+    begun = advance(stage, begun, message, how) if begun.more else begun
+    return end(stage, begun, message, how)
 
 
 def _gather_sums(stage: Stage, message: Message, how: Sum) -> Summed:
@@ -338,7 +336,7 @@ def pbroadcast(stage: Stage, message: Message, source: int) -> list[Any]:
 
 def sum_to(stage: Stage, message: Message, target: int) -> list[Any]:
     """Returns the sum of the leaves over all ranks on rank `target`, and zeros on all others."""
-    sums = allreduce(stage._replace(schedule="two_shot"), message, Sum()).leaves
+    sums = allreduce(stage._replace(schedule="two_shot"), message, Sum()).leaves  # decoded, so of the leaves' dtypes
     return [jnp.where(stage.net.rank == target, x, jnp.zeros_like(x)) for x in sums]
 
 
