@@ -13,7 +13,7 @@ from jaxcgx.collectives.arguments import Call
 from jaxcgx.exchange.message import Carry, Message, carry_over
 from jaxcgx.exchange.primitives import psum
 from jaxcgx.exchange.reduce import plain_sum, travel_with
-from jaxcgx.exchange.routes import Plain, Travel, Way, as_order
+from jaxcgx.exchange.routes import Kept, Plain, Travel, Way, as_order
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Codecs
 from jaxcgx.typing import AxisName, Key, PyTree
@@ -85,7 +85,7 @@ def sync_in_backward(
     fed = [(route.path, r) for route, r in zip(call.routes.leaves, residuals) if r is not None]
     paths, arrays = [path for path, _ in fed], [r for _, r in fed]
     check_varying(OP, call.net.names, paths, arrays, argument="carry.residuals", remedy=OWN)
-    found = dict(enumerate(leaves))
+    found, kept = dict(enumerate(leaves)), Kept(given, call.routes)
     for plain in travel.plain:
         for i, why in zip(plain.ids, plain.why):
             if jnp.issubdtype(leaves[i].dtype, jnp.inexact):  # others have no gradient
@@ -98,11 +98,8 @@ def sync_in_backward(
                     )
     # The backward pass runs in the opposite order.
     for envelope in travel.envelopes if order is None else reversed(travel.envelopes):
-        ids = envelope.ids
-        own = None
-        if given.residuals is not None and envelope.has("residuals", residuals):
-            own = [jnp.zeros(leaves[i].shape, jnp.float32) if residuals[i] is None else residuals[i] for i in ids]
-        message = Message(ids, [leaves[i] for i in ids], call.key if envelope.stochastic else None, residuals=own)
+        ids, key = envelope.ids, call.key if envelope.stochastic else None
+        message = Message(ids, [leaves[i] for i in ids], key).replace(**kept.state(envelope))
         with travel.scope(ids):
             send = functools.partial(psum, net=travel.net, stages=envelope.stages, how=travel.how)
             found |= zip(ids, _in_backward(message, travel, send))

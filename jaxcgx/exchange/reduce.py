@@ -13,8 +13,8 @@ from jaxcgx.checks import check_varying, spell_array, warn, wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import hierarchy, primitives, rows, scopes
-from jaxcgx.exchange.message import ENDS, STATE, BegunMessage, Carry, Message, carry_over
-from jaxcgx.exchange.routes import Envelope, Plain, Routes, Travel, Way
+from jaxcgx.exchange.message import ENDS, STATE, BegunMessage, Carry, Message
+from jaxcgx.exchange.routes import Envelope, Kept, Plain, Routes, Travel, Way
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import Route
@@ -33,40 +33,6 @@ class Ticket:
     travel: Travel = dataclasses.field(metadata=STATIC)
 
 
-class _Kept:
-    """The arrays of a `Carry` while its leaves are summed, as a list for each kind that the carry has."""
-
-    def __init__(self, carry: Carry, routes: Routes) -> None:
-        trees = {kind: tree for kind in STATE if (tree := getattr(carry, kind)) is not None}
-        self.routes, self.arrays = routes, {kind: routes.each(tree) for kind, tree in trees.items()}
-
-    def of(self, kind: str, ids: tuple[int, ...]) -> list[jax.Array]:
-        """Returns the arrays of some leaves. A leaf for which the caller gave None starts from zeros."""
-        arrays = self.arrays[kind]
-        return [self._zeros(kind, self.routes.leaves[i]) if arrays[i] is None else arrays[i] for i in ids]
-
-    def _zeros(self, kind: str, route: Route) -> jax.Array:
-        shape = route.factor or () if kind == "factors" else route.shape
-        return jnp.zeros(shape, route.dtype if kind == "momentum" else jnp.float32)
-
-    def carried(self, i: int, leaf: jax.Array) -> jax.Array:
-        """Returns leaf i, which travels raw, plus its residual. The new residual is the loss of rounding the sum."""
-        residuals = self.arrays.get("residuals")
-        if residuals is not None and residuals[i] is not None:
-            (leaf,), (residuals[i],) = carry_over([leaf], [residuals[i]])
-        return leaf
-
-    def update(self, ids: tuple[int, ...], done: Message) -> None:
-        """Stores the new state of a message's leaves. If the caller gave None for a leaf, it stays None."""
-        for kind, arrays in self.arrays.items():
-            for i, new in zip(ids, getattr(done, kind) or ()):
-                if arrays[i] is not None:
-                    arrays[i] = new
-
-    def carry(self) -> Carry:
-        return Carry(**{kind: self.routes.tree.unflatten(arrays) for kind, arrays in self.arrays.items()})
-
-
 def _hold(x: PyTree, travel: Travel, key: Key | None) -> Ticket:
     """Returns the ticket of a sum of which nothing has begun: `end` sends everything."""
     return Ticket({}, dict(enumerate(travel.routes.each(x))), key, travel)
@@ -78,7 +44,7 @@ def begin(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Tic
     Over transports whose exchanges can't cross programs, and where a codec has no kernels that do it, `end` sends what
     the ticket holds. The key is two words, or None if no codec draws noise. Returns (the ticket, the carry for `end`).
     """
-    ticket, kept = _hold(x, travel, key), _Kept(carry, travel.routes)
+    ticket, kept = _hold(x, travel, key), Kept(carry, travel.routes)
     if travel.net.begin_sum is None:
         return ticket, carry
     for m, envelope in enumerate(travel.envelopes):
@@ -95,7 +61,7 @@ def begin(x: PyTree, carry: Carry, travel: Travel, key: Key | None) -> tuple[Tic
     return ticket, kept.carry()
 
 
-def _advance(ticket: Ticket, kept: _Kept, later: bool = False) -> None:
+def _advance(ticket: Ticket, kept: Kept, later: bool = False) -> None:
     """Begins the second rounds of all messages whose first has begun. `later`: as in `hierarchy.end`."""
     travel = ticket.travel
     for m, begun in ticket.begun.items():
@@ -109,7 +75,7 @@ def _advance(ticket: Ticket, kept: _Kept, later: bool = False) -> None:
 
 def end(ticket: Ticket, carry: Carry) -> tuple[PyTree, Carry]:
     travel = ticket.travel
-    routes, found, kept = travel.routes, dict[int, jax.Array](), _Kept(carry, travel.routes)
+    routes, found, kept = travel.routes, dict[int, jax.Array](), Kept(carry, travel.routes)
     ticket = dataclasses.replace(ticket, begun=dict(ticket.begun))
     if ticket.begun:
         _advance(ticket, kept, travel.way.later)
@@ -244,10 +210,9 @@ def _check_array(travel: Travel, kind: str, route: Route, array: jax.Array | Non
         raise wrong(op, name, "the same array on every rank", got, remedy, path=route.path)
 
 
-def _message(envelope: Envelope, leaves: list[Any], ticket: Ticket, kept: _Kept) -> Message:
-    ids, key = envelope.ids, ticket.key if envelope.stochastic else None
-    state = {kind: kept.of(kind, ids) for kind, arrays in kept.arrays.items() if envelope.has(kind, arrays)}
-    return Message(_numbers(ids, ticket.travel), leaves, key).replace(**state)
+def _message(envelope: Envelope, leaves: list[Any], ticket: Ticket, kept: Kept) -> Message:
+    key = ticket.key if envelope.stochastic else None
+    return Message(_numbers(envelope.ids, ticket.travel), leaves, key).replace(**kept.state(envelope))
 
 
 def _types(envelope: Envelope, travel: Travel) -> list[Any]:
@@ -264,7 +229,7 @@ def _numbers(ids: tuple[int, ...], travel: Travel) -> tuple[int, ...]:
     return tuple(alike.index(i) for i in ids)
 
 
-def _plain(plain: Plain, ticket: Ticket, kept: _Kept) -> dict[int, jax.Array]:
+def _plain(plain: Plain, ticket: Ticket, kept: Kept) -> dict[int, jax.Array]:
     """Returns {number of the leaf: sum} of leaves without message."""
     travel, (i, *others) = ticket.travel, plain.ids
     if not others:

@@ -18,7 +18,7 @@ from jaxcgx.checks import wrong
 from jaxcgx.codecs import Codec, Raw, Skip
 from jaxcgx.codecs.base import spell
 from jaxcgx.exchange import costs, schedules, scopes
-from jaxcgx.exchange.message import Carry, Stage, Sum
+from jaxcgx.exchange.message import STATE, Carry, Message, Stage, Sum, carry_over
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, messages, why_raw
 from jaxcgx.plan.leaves import ByAxis, Codecs, Route, by_axis, skips, values, why_unfit
@@ -172,14 +172,48 @@ class Envelope(NamedTuple):
     def stochastic(self) -> bool:
         return any(stage.codec.stochastic or stage.backward.stochastic for stage in self.stages)
 
-    def has(self, kind: str, arrays: Sequence[PyTree]) -> bool:
-        """Returns whether the message has a kind of state. `arrays`: the caller's array, or None, for each leaf.
 
-        A message of compressed leaves has zeros in place of None. A message of raw leaves has no state if the caller
-        gave None for all of its leaves.
+class Kept:
+    """The arrays of a `Carry` while its leaves travel: for each of `kinds` that the carry has, a list."""
+
+    def __init__(self, carry: Carry, routes: Routes, kinds: Sequence[str] = STATE) -> None:
+        trees = {kind: tree for kind in kinds if (tree := getattr(carry, kind)) is not None}
+        self.routes, self.arrays = routes, {kind: routes.each(tree) for kind, tree in trees.items()}
+
+    def of(self, kind: str, ids: tuple[int, ...]) -> list[jax.Array]:
+        """Returns the arrays of some leaves. A leaf for which the caller gave None starts from zeros."""
+        arrays = self.arrays[kind]
+        return [self._zeros(kind, self.routes.leaves[i]) if arrays[i] is None else arrays[i] for i in ids]
+
+    def _zeros(self, kind: str, route: Route) -> jax.Array:
+        shape = route.factor or () if kind == "factors" else route.shape
+        return jnp.zeros(shape, route.dtype if kind == "momentum" else jnp.float32)
+
+    def state(self, envelope: Envelope) -> dict[str, list[jax.Array]]:
+        """Returns the state of a message of a sum, as fields of `Message`.
+
+        A message of raw leaves has no state if the caller gave None for all of its leaves.
         """
-        codec = self.stages[0].codec
-        return kind in codec.state and (not codec.raw or any(arrays[i] is not None for i in self.ids))
+        codec, ids = envelope.stages[0].codec, envelope.ids
+        given = lambda kind: not codec.raw or any(self.arrays[kind][i] is not None for i in ids)
+        return {kind: self.of(kind, ids) for kind in self.arrays if kind in codec.state and given(kind)}
+
+    def carried(self, i: int, leaf: jax.Array) -> jax.Array:
+        """Returns leaf i, which travels raw, plus its residual. The new residual is the loss of rounding the sum."""
+        residuals = self.arrays.get("residuals")
+        if residuals is not None and residuals[i] is not None:
+            (leaf,), (residuals[i],) = carry_over([leaf], [residuals[i]])
+        return leaf
+
+    def update(self, ids: tuple[int, ...], done: Message) -> None:
+        """Stores the new state of a message's leaves. If the caller gave None for a leaf, it stays None."""
+        for kind, arrays in self.arrays.items():
+            for i, new in zip(ids, getattr(done, kind) or ()):
+                if arrays[i] is not None:
+                    arrays[i] = new
+
+    def carry(self) -> Carry:
+        return Carry(**{kind: self.routes.tree.unflatten(arrays) for kind, arrays in self.arrays.items()})
 
 
 class Plain(NamedTuple):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxcgx.codecs.quantized import Quantized, straight_through
 from jaxcgx.exchange import primitives, schedules
 from jaxcgx.exchange.message import ENDS, Carry, Message, Stage, Sum, back_key, fold, fold_stage
-from jaxcgx.exchange.routes import Envelope, Travel
+from jaxcgx.exchange.routes import Envelope, Kept, Travel
 from jaxcgx.transports.base import Pairs, join_rows, split_rows
 from jaxcgx.typing import Key, PyTree
 
@@ -102,21 +102,17 @@ def broadcast(x: PyTree, travel: Travel, key: Key | None, source: int, to: str) 
 
 def permute(x: PyTree, carry: Carry, travel: Travel, key: Key | None, pairs: Pairs) -> tuple[PyTree, Carry]:
     """Returns (the leaves of the rank that sends to this rank; zeros on a rank to which no rank sends, the carry)."""
-    routes = travel.routes
-    kept = {kind: routes.each(tree) for kind in ENDS if (tree := getattr(carry, kind)) is not None}
+    kept = Kept(carry, travel.routes, ENDS)
 
     def of_message(message: Message, stages: tuple[Stage, ...]) -> list[jax.Array]:
-        fed = {} if stages[0].codec.raw else kept  # raw leaves, which the transpose compresses, keep nothing
-        state = {kind: [arrays[i] for i in message.ids] for kind, arrays in fed.items()}
-        done = primitives.bind_over(primitives.ppermute_p, message.replace(**state), stages[0], pairs=pairs)
-        for kind, arrays in fed.items():
-            for i, new in zip(message.ids, getattr(done, kind)):
-                arrays[i] = new
+        fed = () if stages[0].codec.raw else kept.arrays  # raw leaves, which the transpose compresses, keep nothing
+        part = message.replace(**{kind: kept.of(kind, message.ids) for kind in fed})
+        done = primitives.bind_over(primitives.ppermute_p, part, stages[0], pairs=pairs)
+        kept.update(message.ids, done)
         return done.leaves
 
     plain = lambda leaf, _: travel.net.plain_ppermute(leaf, pairs)
-    moved = _exchange(x, travel, key, plain=plain, of_message=of_message)
-    return moved, Carry(**{kind: routes.tree.unflatten(arrays) for kind, arrays in kept.items()})
+    return _exchange(x, travel, key, plain=plain, of_message=of_message), kept.carry()
 
 
 def scatter(message: Message, envelope: Envelope, travel: Travel) -> Message:
