@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxcgx import _compat
 from jaxcgx.checks import check_varying, wrong
 from jaxcgx.collectives.arguments import Call
-from jaxcgx.exchange.message import Carry, Message, carry_over
+from jaxcgx.exchange.message import Carry, Message
 from jaxcgx.exchange.primitives import psum
 from jaxcgx.exchange.reduce import plain_sum, travel_with
 from jaxcgx.exchange.routes import Kept, Plain, Travel, Way, as_order
@@ -78,9 +78,8 @@ def sync_in_backward(
     call, given = Call.of(OP, params, axis_name, plan, key=key), carry or Carry()
     if given.momentum is not None or given.factors is not None:
         raise wrong(OP, "carry", "residuals alone", "momentum or factors", "pass jaxcgx.Carry(residuals=...)")
-    travel = travel_with(
-        given, call.routes, call.net, Way(order=as_order(OP, order, len(call.routes.leaves))), argument="params"
-    )
+    way = Way(order=as_order(OP, order, len(call.routes.leaves)))
+    travel = travel_with(given, call.routes, call.net, way, argument="params")
     leaves, residuals = call.routes.each(call.x), call.routes.each(given.residuals)
     fed = [(route.path, r) for route, r in zip(call.routes.leaves, residuals) if r is not None]
     paths, arrays = [path for path, _ in fed], [r for _, r in fed]
@@ -89,17 +88,14 @@ def sync_in_backward(
     for plain in travel.plain:
         for i, why in zip(plain.ids, plain.why):
             if jnp.issubdtype(leaves[i].dtype, jnp.inexact):  # others have no gradient
-                alone = Plain((i,), plain.nets, (why,))
+                send = functools.partial(_send_plain, travel, Plain((i,), plain.nets, (why,)))
                 own = None if residuals[i] is None else [residuals[i]]
                 with travel.leaf_scope(i, why):
-                    message = Message((i,), [leaves[i]], residuals=own)
-                    (found[i],) = _in_backward(
-                        message, travel, lambda back, alone=alone: _send_plain(travel, alone, back)
-                    )
+                    (found[i],) = _in_backward(Message((i,), [leaves[i]], residuals=own), travel, send)
     # The backward pass runs in the opposite order.
     for envelope in travel.envelopes if order is None else reversed(travel.envelopes):
-        ids, key = envelope.ids, call.key if envelope.stochastic else None
-        message = Message(ids, [leaves[i] for i in ids], key).replace(**kept.state(envelope))
+        ids, words = envelope.ids, call.key if envelope.stochastic else None
+        message = Message(ids, [leaves[i] for i in ids], words).replace(**kept.state(envelope))
         with travel.scope(ids):
             send = functools.partial(psum, net=travel.net, stages=envelope.stages, how=travel.how)
             found |= zip(ids, _in_backward(message, travel, send))
@@ -107,9 +103,8 @@ def sync_in_backward(
 
 
 def _send_plain(travel: Travel, plain: Plain, message: Message) -> Message:
-    if message.residuals and not travel.routes.leaves[plain.ids[0]].skipped:
-        leaves, lost = carry_over(message.leaves, message.residuals)
-        message = message.replace(leaves=leaves, residuals=lost)
+    if not travel.routes.leaves[plain.ids[0]].skipped:
+        message = message.carried()
     return message.replace(leaves=[plain_sum(travel, plain, message.leaves[0])])
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange import low_rank, schedules, scopes
-from jaxcgx.exchange.message import BegunMessage, Message, Sent, Stage, Sum, Summed, carry_over, fold_stage
+from jaxcgx.exchange.message import BegunMessage, Message, Sent, Stage, Sum, Summed, fold_stage
 from jaxcgx.exchange.schedules import cut, join, place
 from jaxcgx.native import tcp
 from jaxcgx.plan.overlay import Overlay
@@ -41,7 +41,7 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
         return end(begun, stages, message, how)
     if not stages[1:]:
         return _flat(message, schedules.allreduce(stages[0], message, how))
-    carried = _carried(message)
+    carried = message.carried()
     if how.leader:
         done = _by_leaders(net, stages, carried, how)
     else:
@@ -71,7 +71,7 @@ def begin(stages: Stages, message: Message, how: Sum) -> tuple[BegunMessage, Mes
     if not stages[1:]:
         begun = schedules.begin(outer, message, how)
         return begun.replace(residuals=None), message.replace(residuals=begun.residuals)
-    carried = _carried(message)
+    carried = message.carried()
     inside = InnerStage.of(stages, carried, how) if schedules.is_piecewise(outer) else None
     if inside is None:
         begun = schedules.begin(outer, _inwards(stages, carried, how), how)
@@ -114,14 +114,6 @@ def _flat(message: Message, summed: Summed) -> Message:
 
 def _inner(stages: Stages) -> int:
     return math.prod(stage.net.size for stage in stages[1:])
-
-
-def _carried(message: Message) -> Message:
-    """Returns the message with its residuals added to its leaves. Its residuals are the losses of this addition."""
-    if message.residuals is None:
-        return message
-    leaves, lost = carry_over(message.leaves, message.residuals)
-    return message.replace(leaves=leaves, residuals=lost)
 
 
 def _with_losses(done: Message, lost: list[Any] | None, before: list[Any] | None) -> Message:

@@ -73,6 +73,13 @@ class Message:
     def layout(self, codec: Codec, chunks: int = 1, shares: tuple[int, ...] | None = None) -> Layout:
         return dataclasses.replace(Layout.of(codec, self.leaves, chunks=chunks, ids=self.ids), shares=shares)
 
+    def carried(self) -> "Message":
+        """Returns the message with its residuals added to its leaves. Its residuals are the losses of this addition."""
+        if self.residuals is None:
+            return self
+        leaves, lost = carry_over(self.leaves, self.residuals)
+        return self.replace(leaves=leaves, residuals=lost)
+
     def encode(self, layout: Layout, key: jax.Array | None) -> tuple[jax.Array, list[Any] | None]:
         """Returns (the encoded leaves with their residuals added, the new residuals or None)."""
         if self.residuals is None:
