@@ -68,10 +68,8 @@ def test_numbers_of_any_size():
         "nan": np.asarray(normal((2, 30, 30), 5)),
         "inf": np.asarray(normal((2, 30, 30), 6)),
     }
-    q, step = (
-        dict.fromkeys(x, jnp.zeros((2, 30))) | {"nan": normal((2, 30), 7), "inf": normal((2, 30), 8)},
-        run(reduce, 2),
-    )
+    q = dict.fromkeys(x, jnp.zeros((2, 30))) | {"nan": normal((2, 30), 7), "inf": normal((2, 30), 8)}
+    step = run(reduce, 2)
     sums, after, factors = step(x, before, q)
     for name in ("low", "constant", "zero", "tiny", "huge"):
         exact = x[name].sum(0)
