@@ -97,26 +97,6 @@ def test_gradients_of_a_rank_take_what_value_and_grad_takes(check_vma):
     np.testing.assert_array_equal(db, 3 * x)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        dict(plan=CODEC),
-        dict(plan=planned(CODEC, fusion_mb=1e-6)),
-        dict(plan=planned(CODEC, fusion_mb=0.002, schedule="ring")),
-        dict(plan=planned(STOCHASTIC, own="encoded"), key=jax.random.key(5)),
-    ],
-    ids=str,
-)
-@CHECKS
-def test_as_at_the_end(check_vma, arguments):
-    def both(params, x):
-        grads = cgx.grad(lambda p: loss(p, x), "data", None)(floats(params))
-        on_the_way = lambda p, x: loss(cgx.sync_in_backward(p, "data", **arguments), x)
-        return gradients(on_the_way, params, x), cgx.compressed_pmean(grads, "data", **arguments)
-
-    assert_same_trees(*on_mesh(both, check_vma)(PARAMS, X))
-
-
 def averaged(params, x):
     return lax.pmean(loss(cgx.sync_in_backward(params, "data", cgx.Raw()), x), "data")
 
