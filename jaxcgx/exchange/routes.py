@@ -178,7 +178,8 @@ class Kept:
 
     def __init__(self, carry: Carry, routes: Routes, kinds: Sequence[str] = STATE) -> None:
         trees = {kind: tree for kind in kinds if (tree := getattr(carry, kind)) is not None}
-        self.routes, self.arrays = routes, {kind: routes.each(tree) for kind, tree in trees.items()}
+        self.routes: Routes = routes
+        self.arrays: dict[str, list[PyTree]] = {kind: routes.each(tree) for kind, tree in trees.items()}
 
     def of(self, kind: str, ids: tuple[int, ...]) -> list[jax.Array]:
         """Returns the arrays of some leaves. A leaf for which the caller gave None starts from zeros."""
