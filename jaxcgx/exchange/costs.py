@@ -107,11 +107,10 @@ def seconds(schedule: str, load: Load, network: Network) -> Time:
         if ways.pieces and schedule == "two_shot":
             wire = network.wire(others * chunk + back, 2)
         else:
-            first = (
-                others * network.wire(chunk, 1, ways.shift[more], ways.step_of_shift[more])
-                if schedule == "ring"
-                else network.wire(others * chunk, others, ways.exchange[more])
-            )
+            if schedule == "ring":
+                first = others * network.wire(chunk, 1, ways.shift[more], ways.step_of_shift[more])
+            else:
+                first = network.wire(others * chunk, others, ways.exchange[more])
             wire = first + network.wire(back, others, ways.gather[more])
     pieces = None
     if ways.pieces and schedule not in ("ring", "gather") and not load.sparse:

@@ -44,9 +44,8 @@ def gather(x: PyTree, travel: Travel, key: Key | None, to: str = "varying", as_p
     def in_parts(message: Message, stages: tuple[Stage, ...]) -> list[Quantized]:
         found = schedules.all_gather(stages[0], message, read=schedules.quantized_rows)
         mark = lambda a: primitives.same(a, travel.net.names) if to == "invarying" else a
-        return [
-            jax.tree.map(lambda a, i=i: mark(join_rows(a, dims[i] or 0, tiled)), q) for q, i in zip(found, message.ids)
-        ]
+        joined = lambda q, dim: jax.tree.map(lambda a: mark(join_rows(a, dim, tiled)), q)
+        return [joined(q, dims[i] or 0) for q, i in zip(found, message.ids)]
 
     return _exchange(x, travel, key, plain=plain, of_message=of_message, in_parts=in_parts if as_parts else None)
 

@@ -80,11 +80,9 @@ class ExchangeScope:
         `sent` are the bytes of all chunks, or None if shorter chunks are padded.
         """
         size = sum(n * dtype.itemsize for n, dtype in zip(layout.sizes, layout.dtypes))
-        return cls(
-            schedule if isinstance(schedule, str) else "overlay",
-            layout.codec,
-            part * size / max(layout.chunks * layout.chunk_bytes if sent is None else sent, 1),
-        )
+        name = schedule if isinstance(schedule, str) else "overlay"
+        sent = layout.chunks * layout.chunk_bytes if sent is None else sent
+        return cls(name, layout.codec, part * size / max(sent, 1))
 
     @property
     def name(self) -> str:

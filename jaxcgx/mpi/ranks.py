@@ -195,12 +195,8 @@ def enter(op: str, comm: Communicator | Net, arrays: Mapping[str, PyTree], setti
 
 def _check_one_device(op: str, arrays: Mapping[str, PyTree]) -> None:
     mesh = jax.sharding.get_abstract_mesh()
-    devices = {
-        device
-        for leaf in jax.tree.leaves(dict(arrays))
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
-        for device in leaf.devices()
-    }
+    given = [x for x in jax.tree.leaves(dict(arrays)) if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
+    devices = {device for x in given for device in x.devices()}
     if (count := max(len(devices), 1 if mesh.empty else mesh.size)) > 1:
         remedy = "start a process for each device, or use a mesh, and the name of its axis in place of a communicator"
         raise wrong(op, "x", "arrays on the one device that a rank computes on", f"{count} devices", remedy)
