@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_trees, assert_trees, normal, planned
+from ranks import pipeline, ring
 
 import jaxcgx as cgx
 
@@ -40,9 +41,7 @@ def differences(x, axis, key, codec):
     carry = cgx.init_carry(codec, x, ends=True)
     for scale in (1, 2):
         scaled = jax.tree.map(lambda y, s=scale: s * y, x)
-        moved, carry = cgx.compressed_ppermute(
-            scaled, axis, [(r, (r + 1) % N) for r in range(N)], codec, key=key, carry=carry
-        )
+        moved, carry = cgx.compressed_ppermute(scaled, axis, ring(N), codec, key=key, carry=carry)
     return moved, carry
 
 
@@ -58,7 +57,7 @@ def test_every_collective(codec):
             cgx.compressed_all_gather(x, axis, codec, key=k, axis=1),
             cgx.compressed_all_to_all(x, axis, 0, 1, codec, key=k, tiled=True),
             cgx.compressed_ppermute(x, axis, [(r, N - 1 - r) for r in range(N)], codec, key=k),
-            cgx.compressed_ppermute(x, axis, [(r, r + 1) for r in range(N - 1)], codec, key=k),
+            cgx.compressed_ppermute(x, axis, pipeline(N), codec, key=k),
             cgx.compressed_pbroadcast(x, axis, N - 1, codec, key=k),
             differences(x, axis, k, codec),
         ]

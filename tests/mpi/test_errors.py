@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from errors import named, names
 from helpers import normal
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 
@@ -28,15 +29,11 @@ def psum(x, plan, comm=COMM, **given):
 
 
 def over_two_devices():
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    return mesh, jax.device_put(normal((2, 8)), jax.NamedSharding(mesh, jax.P("a")))
+    return jax.device_put(normal((2, 8)), jax.NamedSharding(mesh(2), jax.P("a")))
 
 
 def in_a_mesh():
-    mesh, x = over_two_devices()
-    return jax.jit(
-        jax.shard_map(lambda x: psum(x, CODEC), mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"), check_vma=False)
-    )(x)
+    return on_ranks(lambda x: psum(x, CODEC), mesh(2), check_vma=False)(normal((2, 8)))
 
 
 PSUM, BROADCAST, VALUE, TYPE = "compressed_psum", cgx.mpi.broadcast, ValueError, TypeError
@@ -51,7 +48,7 @@ PSUM, BROADCAST, VALUE, TYPE = "compressed_psum", cgx.mpi.broadcast, ValueError,
         (lambda x: psum(x, cgx.mpi.hierarchy()), TYPE, f"{PSUM} plan handle="),
         (lambda x: psum(x, {"cross": CODEC, "inner": CODEC}), VALUE, f"{PSUM} plan {{'cross' jaxcgx.mpi.hierarchy()"),
         (lambda x: psum(x, {"node": CODEC}, cgx.mpi.hierarchy()), VALUE, f"{PSUM} plan {{'node'"),
-        (lambda x: psum(over_two_devices()[1], CODEC), VALUE, f"{PSUM} x 2 devices process for each device mesh"),
+        (lambda x: psum(over_two_devices(), CODEC), VALUE, f"{PSUM} x 2 devices process for each device mesh"),
         (lambda x: in_a_mesh(), VALUE, f"{PSUM} x 2 devices"),
         (lambda x: BROADCAST(x, N), VALUE, f"broadcast root {N}"),
         (lambda x: BROADCAST(x, 0.5), TYPE, "broadcast root 0.5"),
