@@ -9,7 +9,7 @@ import pytest
 from errors import refused
 from helpers import normal, planned, sent
 from jax import lax
-from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
+from ranks import CASES, EXACT, assert_same, mesh, on_ranks, ring, twins, whole_numbers
 
 import jaxcgx as cgx
 
@@ -190,8 +190,7 @@ def test_backward_messages_are_compressed(check_vma):
 def test_a_payload_has_no_derivative():
     """Its gradient would be zero, in silence. What isn't differentiated may be encoded inside of a loss."""
     loss = lambda x, move: (move(x) * x).sum()
-    pairs = [(i, (i + 1) % 4) for i in range(4)]
-    by_hand = lambda x: cgx.decode(lax.ppermute(cgx.encode(x, EXACT), "a", pairs), EXACT, x.shape, x.dtype)
+    by_hand = lambda x: cgx.decode(lax.ppermute(cgx.encode(x, EXACT), "a", ring(4)), EXACT, x.shape, x.dtype)
     grad = lambda move: on_ranks(jax.grad(lambda x: loss(x, move)), mesh(4))(X)
     refused("encode", lambda: grad(by_hand), TypeError, "x", "one that is", "cgx.roundtrip cgx.compressed_ppermute")
     grad(lambda x: by_hand(lax.stop_gradient(x)))

@@ -11,8 +11,7 @@ import optax
 import pages
 import pytest
 from errors import names
-from helpers import assert_same_trees, assert_trees
-from jax.sharding import AxisType
+from helpers import assert_same_trees, assert_trees, mesh_with
 from jax.sharding import PartitionSpec as P
 from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
 
@@ -52,9 +51,8 @@ def on_mesh(run_there, *sizes):
     """Returns this rank's part of run_there(mesh, axes). The first rank computes it for all."""
     found = None
     if R == 0:
-        names, types = ("data", "inner")[: len(sizes)], (AxisType.Auto,) * len(sizes)
-        mesh = jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[:N])
-        found = jax.tree.map(np.asarray, run_there(mesh, names))
+        axes = dict(zip(("data", "inner"), sizes))
+        found = jax.tree.map(np.asarray, run_there(mesh_with(**axes), tuple(axes)))
     state, metrics = COMM.bcast(found)
     own = jax.tree.map(lambda rows: rows[R : R + 1], state.exchange.own)
     return state.replace(exchange=dataclasses.replace(state.exchange, own=own)), metrics
