@@ -232,9 +232,7 @@ def at_the_end(residuals, x, plan=CODEC, axes="data", **arguments):
         dict(),
         dict(plan=SMALL),
         dict(plan=planned(STOCHASTIC, own="encoded", fusion_mb=1e-6), key=jax.random.key(5)),
-        dict(plan=cgx.TopK(0.1)),
         dict(plan=cgx.PowerSGD(2)),
-        dict(plan=cgx.Raw()),
         dict(plan=cgx.Plan(CODEC, min_size=0, rules=[("w2", cgx.Raw()), ("b1", cgx.Skip())])),
         dict(
             plan=cgx.Plan(CODEC, min_size=0, rules=[("w1", cgx.MaxMin(8)), ("w2", STOCHASTIC)]), key=jax.random.key(7)
