@@ -31,11 +31,8 @@ def one_axis(t, codec=STOCHASTIC, **fields):
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_replicas_are_identical_and_runs_reproducible(ranks):
-    run = on_ranks(
-        lambda t: [one_axis(t, schedule=s) for s in ("two_shot", "one_shot", "ring", "gather", "auto")],
-        mesh(ranks),
-        check_vma=False,
-    )
+    f = lambda t: [one_axis(t, schedule=s) for s in ("two_shot", "one_shot", "ring", "gather", "auto")]
+    run = on_ranks(f, mesh(ranks), check_vma=False)
     got = run(tree(ranks))
     assert_same_on_all_ranks(got)
     assert_same_trees(got, run(tree(ranks)))

@@ -165,9 +165,8 @@ def test_warnings():
 def test_no_ring_between_nodes():
     """An axis of one rank decides nothing."""
     plan = cgx.Plan.from_env(NAMES[:2], {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
-    f = lambda *sizes: on_ranks(lambda x: psum(x, x, NAMES[:2], codec=plan, key=None), mesh(*sizes))(
-        jnp.ones((*sizes, 50))
-    )
+    run = lambda x: psum(x, x, NAMES[:2], codec=plan, key=None)
+    f = lambda *sizes: on_ranks(run, mesh(*sizes))(jnp.ones((*sizes, 50)))
     f(1, 4), f(1, 1)
     refused("compressed_psum", lambda: f(2, 2), ValueError, "plan", '"ring"', 'schedule="two_shot"')
 

@@ -84,9 +84,8 @@ def test_gradients_of_a_rank_take_what_value_and_grad_takes(check_vma):
         return (a * b * x).sum(), {"aux": x.sum()}
 
     def step(params, x):
-        (value, aux), (da, db) = cgx.value_and_grad(f, ("data",), None, argnums=(0, -2), has_aux=True)(
-            params["a"], params["b"], x
-        )
+        gradients_of = cgx.value_and_grad(f, ("data",), None, argnums=(0, -2), has_aux=True)
+        (value, aux), (da, db) = gradients_of(params["a"], params["b"], x)
         return jax.tree.map(lambda y: y[None], (value, aux["aux"], da, db))
 
     x = jnp.arange(4.0)
@@ -164,9 +163,8 @@ def test_leaves_without_gradients_pass():
     """Such leaves are integers and random keys."""
 
     def step(params, x):
-        return jax.grad(lambda w: (cgx.sync_in_backward({**params, "w": w}, "data", CODEC)["w"] * x.sum()).sum())(
-            params["w"]
-        )
+        synced = lambda w: cgx.sync_in_backward({**params, "w": w}, "data", CODEC)["w"]
+        return jax.grad(lambda w: (synced(w) * x.sum()).sum())(params["w"])
 
     grads = on_mesh(step, True)({"w": jnp.ones(70), "key": jax.random.key(0), "z": jnp.arange(3)}, X)
     np.testing.assert_allclose(grads, X.sum() / RANKS, rtol=1e-4)

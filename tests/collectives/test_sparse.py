@@ -107,10 +107,8 @@ def test_owners_send_as_little_whatever_the_number_of_ranks(ranks):
 @pytest.mark.parametrize("codec", ["all", "top"])
 def test_momentum_loses_what_is_sent(codec):
     x, zero, ones = tree(4), jax.tree.map(jnp.zeros_like, tree(4)), jax.tree.map(jnp.ones_like, tree(4))
-    run = on_ranks(
-        lambda x, e, m: {way: psum(x, e, codec=CODECS[codec], momentum=m, **WAYS[way]) for way in WAYS}, mesh(4)
-    )
-    for way, (results, after, momentum) in run(x, zero, ones).items():
+    f = lambda x, e, m: {way: psum(x, e, codec=CODECS[codec], momentum=m, **WAYS[way]) for way in WAYS}
+    for way, (results, after, momentum) in on_ranks(f, mesh(4))(x, zero, ones).items():
         for name in x:
             kept, m = np.asarray(after[name]), np.asarray(momentum[name])
             assert set(np.unique(m)) <= {0, 1}

@@ -210,13 +210,10 @@ def test_communicators_are_freed_with_the_users():
 
 
 def test_different_functions_of_different_versions():
-    every = [
-        {"function": op, "version of jaxcgx": version, "x": op} for op, version in (("one", "0.1"), ("two", "0.2"))
-    ]
-    with names(
-        ValueError, "one - function: one on rank 0, two on rank 1; version of jaxcgx: 0.1 on rank 0, 0.2 on rank 1"
-    ):
-        compare("one", every)
+    of = lambda op, version: {"function": op, "version of jaxcgx": version, "x": op}
+    words = "one - function: one on rank 0, two on rank 1; version of jaxcgx: 0.1 on rank 0, 0.2 on rank 1"
+    with names(ValueError, words):
+        compare("one", [of("one", "0.1"), of("two", "0.2")])
 
 
 def test_ranks_that_agree(monkeypatch):
