@@ -26,7 +26,7 @@ def loss(w, x):
 
 def mean_gradient(w):
     grads = [jax.grad(loss)(w, X[8 * r : 8 * r + 8]) for r in range(RANKS)]
-    return {k: (np.mean([g[k] for g in grads], 0), max(np.ptp(g[k]) for g in grads)) for k in w}
+    return {k: np.mean([g[k] for g in grads], 0) for k in w}
 
 
 @CHECKS
@@ -45,7 +45,7 @@ def test_leaves_along_dimensions_of_their_own(check_vma):
         return jax.grad(gathered)(shards), cgx.compressed_psum_scatter(grads, scatter_dimension=axis, **options)
 
     grads, scattered = jax.jit(step)(W, X)
-    for k, (mean, _) in mean_gradient(W).items():
+    for k, mean in mean_gradient(W).items():
         np.testing.assert_allclose(grads[k] / RANKS, mean, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(scattered[k] / RANKS, mean, rtol=1e-4, atol=1e-6)
 
