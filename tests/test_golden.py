@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import FULL
+from helpers import FULL, assert_same_values, assert_trees
 
 import jaxcgx as cgx
 from jaxcgx.native import ops, reference
@@ -108,17 +108,6 @@ def layout_of(case):
     return Layout.of(made_of(case["codec"]), arrays(case["leaves"]), case["chunks"], case.get("ids"))
 
 
-def assert_same(got, expected):
-    """Checks that the bits are the same, except that all NaNs are equal."""
-    assert expected
-    for g, e in zip(got, expected, strict=True):
-        g, e = np.asarray(g), np.asarray(e)
-        assert g.dtype == e.dtype and g.shape == e.shape
-        bits = f"u{g.dtype.itemsize}"
-        differ = (g.view(bits) != e.view(bits)) & ~(np.isnan(g) & np.isnan(e))
-        assert not differ.any(), f"{g[differ][:4]} instead of {e[differ][:4]} at {np.flatnonzero(differ)[:4]}"
-
-
 # encode
 
 
@@ -129,7 +118,7 @@ def check_encode(case, encode):
     payload, new = encode(layout_of(case), Encode(arrays(case["leaves"]), residuals, jnp.asarray(KEY)))
     np.testing.assert_array_equal(payload, stacked(case, "payload"))
     if feedback:
-        assert_same(new, floats(case, "new_residuals"))
+        assert_trees(assert_same_values, new, floats(case, "new_residuals"))
 
 
 def encode_by_kernels(layout, operands):
@@ -183,7 +172,7 @@ def check_reduce(case, reduce):
     """Tests `reduce`, a function of operands and `encoded` that returns sums, or a payload if `encoded`."""
     operands = operands_of(case)
     if "sums" in case:
-        assert_same(reduce(operands, False), floats(case, "sums"))
+        assert_trees(assert_same_values, reduce(operands, False), floats(case, "sums"))
     np.testing.assert_array_equal(reduce(operands, True), stacked(case, "payload")[0])
 
 

@@ -13,6 +13,7 @@ from helpers import (
     SPARSE,
     assert_same_bytes,
     assert_same_values,
+    assert_trees,
     each_codec,
     native_key,
     normal,
@@ -50,38 +51,59 @@ def with_few_chunks(layouts):
     ]
 
 
-# Compiling the reference for a layout takes most of the time, so by default a fifth of the layouts is tested.
-# test_golden.py has every codec.
-@pytest.mark.parametrize(
-    "layout", LAYOUTS if FULL else LAYOUTS[::5], ids=lambda layout: f"{layout.codec}-{layout.chunks}"
-)
-@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
-@hypothesis.given(**spaces)
-def test_encode_and_decode(layout, seed, exponent, special):
-    leaves = values(layout, seed, exponent, special)
-    key = native_key(layout.codec)
-    payload = ops.encode(layout, leaves, key)
-    assert_same_bytes(payload, reference_encode(layout)(leaves, key))
-    for a, b in zip(ops.decode(layout, payload), reference_decode(layout)(payload)):
-        assert_same_values(a, b)
+def each_layout(layouts):
+    return pytest.mark.parametrize("layout", layouts, ids=lambda layout: f"{layout.codec}-{layout.chunks}")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    with_few_chunks(with_all_kinds(LAYOUTS[:: 5 if FULL else 7])),
-    ids=lambda layout: f"{layout.codec}-{layout.chunks}",
-)
-@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 6)
-@hypothesis.given(**spaces, lost=st.integers(-150, 20))
-def test_encode_with_feedback(layout, seed, exponent, special, lost):
-    leaves = values(layout, seed, exponent, special)
-    residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, lost, "none")]
+def of_ranks(ranks, layout, seed, exponent, special):
+    """Returns the leaves of each rank. Only rank 1 has special values."""
+    return [values(layout, seed + r, exponent, special if r == 1 else "none") for r in range(ranks)]
+
+
+def residuals_of(layout, seed, exponent):
+    return [x.astype(jnp.float32) for x in values(layout, seed ^ 1, exponent, "none")]
+
+
+def check_encode(layout, leaves, residuals):
+    """Checks that both encode the same with feedback, and returns the payload."""
     key = native_key(layout.codec)
     payload, new = ops.encode_fed(layout, leaves, residuals, key)
     expected, expected_new = reference_encode(layout, True)(leaves, residuals, key)
     assert_same_bytes(payload, expected)
-    for a, b in zip(new, expected_new):
-        assert_same_values(a, b)
+    assert_trees(assert_same_values, new, expected_new)
+    return payload
+
+
+def check_decode(layout, payload):
+    assert_trees(assert_same_values, ops.decode(layout, payload), reference_decode(layout)(payload))
+
+
+def check_reduce(layout, payloads, residuals, chunk, divisor):
+    key = native_key(layout.of_sum(len(payloads)).codec)
+    got, new = ops.reduce_fed(layout, payloads, residuals, chunk=chunk, divisor=divisor, key=key)
+    operands = Reduce(payloads, jnp.array([chunk, 0], jnp.int32), residuals=residuals, key=key)
+    expected, expected_new = reference_reduce(layout, divisor, True)(operands)
+    assert_same_bytes(one_nan(layout, got, chunk), one_nan(layout, expected, chunk))
+    assert_trees(assert_same_values, new, expected_new)
+
+
+# Compiling the reference for a layout takes most of the time, so by default a fifth of the layouts is tested.
+# test_golden.py has every codec.
+@each_layout(LAYOUTS if FULL else LAYOUTS[::5])
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
+@hypothesis.given(**spaces)
+def test_encode_and_decode(layout, seed, exponent, special):
+    leaves, key = values(layout, seed, exponent, special), native_key(layout.codec)
+    payload = ops.encode(layout, leaves, key)
+    assert_same_bytes(payload, reference_encode(layout)(leaves, key))
+    check_decode(layout, payload)
+
+
+@each_layout(with_few_chunks(with_all_kinds(LAYOUTS[:: 5 if FULL else 7])))
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 6)
+@hypothesis.given(**spaces, lost=st.integers(-150, 20))
+def test_encode_with_feedback(layout, seed, exponent, special, lost):
+    check_encode(layout, values(layout, seed, exponent, special), residuals_of(layout, seed, lost))
 
 
 @pytest.mark.parametrize(
@@ -92,8 +114,7 @@ def test_encode_with_feedback(layout, seed, exponent, special, lost):
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces, rank=st.integers(0, 2))
 def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
-    key = native_key(layout.codec)
-    ranks = [values(layout, seed + r, exponent, special if r == 1 else "none") for r in range(3)]
+    key, ranks = native_key(layout.codec), of_ranks(3, layout, seed, exponent, special)
     payloads = jnp.stack([ops.encode(layout, leaves, key) for leaves in ranks])
     run, own = reference_reduce(layout, 3.0, True), ranks[rank] if with_own else None
     for chunk in range(layout.chunks):
@@ -104,25 +125,14 @@ def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
         assert_same_bytes(got, run(operands)[0])
 
 
-@pytest.mark.parametrize(
-    "layout", with_few_chunks(KINDS.values()), ids=lambda layout: f"{layout.codec}-{layout.chunks}"
-)
+@each_layout(with_few_chunks(KINDS.values()))
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces, lost=st.integers(-150, 20) | st.integers(-12, 3))
 def test_reduce_with_feedback(layout, seed, exponent, special, lost):
-    key, divisor = native_key(layout.codec), 1.0 if layout.chunks == 2 else 3.0
-    payloads = jnp.stack(
-        [ops.encode(layout, values(layout, seed + r, exponent, special if r == 1 else "none"), key) for r in range(3)]
-    )
-    residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, lost, "none")]
-    run = reference_reduce(layout, divisor, True)
+    key, ranks = native_key(layout.codec), of_ranks(3, layout, seed, exponent, special)
+    payloads, residuals = jnp.stack([ops.encode(layout, x, key) for x in ranks]), residuals_of(layout, seed, lost)
     for chunk in range(layout.chunks):
-        got, new = ops.reduce_fed(layout, payloads[:, chunk], residuals, chunk=chunk, divisor=divisor, key=key)
-        where = jnp.array([chunk, 0], jnp.int32)
-        expected, expected_new = run(Reduce(payloads[:, chunk], where, residuals=residuals, key=key))
-        assert_same_bytes(one_nan(layout, got, chunk), one_nan(layout, expected, chunk))
-        for a, b in zip(new, expected_new, strict=True):
-            assert_same_values(a, b)
+        check_reduce(layout, payloads[:, chunk], residuals, chunk, divisor=1.0 if layout.chunks == 2 else 3.0)
 
 
 # By default only a few codecs are tested. test_golden.py has sums of every kind of codec.
@@ -136,12 +146,8 @@ def test_reduce_to_leaves(codec, with_own):
     payloads = jnp.stack([ops.encode(layout, leaves, key)[0] for leaves in ranks])
     own = ranks[2] if with_own else None
     got = ops.reduce(layout, payloads, own=own and ops.Own(own, 2), divisor=5)
-    expected = reference_reduce(layout, 5.0, False)(Reduce(payloads, jnp.array([0, 2], jnp.int32), own=own))
-    exact = [jnp.stack([r[i].astype(jnp.float32) for r in ranks]).mean(0) for i in range(2)]
-    for a, b, c in zip(got, expected, exact):
-        assert_same_values(a, b)
-        if isinstance(codec, cgx.Raw):
-            np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6)
+    operands = Reduce(payloads, jnp.array([0, 2], jnp.int32), own=own)
+    assert_trees(assert_same_values, got, reference_reduce(layout, 5.0, False)(operands))
 
 
 # Only two codecs, because a selection compiles slowly. They cover each estimate, values with and without buckets, noise
@@ -151,24 +157,11 @@ def test_reduce_to_leaves(codec, with_own):
 @hypothesis.given(**spaces)
 def test_sparse_codecs(codec, chunks, seed, exponent, special):
     layout, last = Layout(codec, ((30, 31), (700,)), ("float32", "bfloat16"), chunks=chunks), chunks - 1
-    key = native_key(codec)
-    ranks = [values(layout, seed + r, exponent, special if r == 1 else "none") for r in range(2)]
-    residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, exponent, "none")]
-    payload, new = ops.encode_fed(layout, ranks[1], residuals, key)
-    expected, expected_new = reference_encode(layout, True)(ranks[1], residuals, key)
-    assert_same_bytes(payload, expected)
-    for a, b in zip(
-        [*new, *ops.decode(layout, payload)], [*expected_new, *reference_decode(layout)(payload)], strict=True
-    ):
-        assert_same_values(a, b)
-    payloads = jnp.stack([ops.encode(layout, ranks[0], key), payload])[:, last]
-    key = native_key(layout.of_sum(2).codec)
-    total, lost = ops.reduce_fed(layout, payloads, residuals, chunk=last, divisor=3.0, key=key)
-    where = jnp.array([last, 0], jnp.int32)
-    expected, expected_lost = reference_reduce(layout, 3.0, True)(Reduce(payloads, where, residuals=residuals, key=key))
-    assert_same_bytes(total, expected)
-    for a, b in zip(lost, expected_lost, strict=True):
-        assert_same_values(a, b)
+    ranks, residuals = of_ranks(2, layout, seed, exponent, special), residuals_of(layout, seed, exponent)
+    payload = check_encode(layout, ranks[1], residuals)
+    check_decode(layout, payload)
+    payloads = jnp.stack([ops.encode(layout, ranks[0], native_key(codec)), payload])
+    check_reduce(layout, payloads[:, last], residuals, chunk=last, divisor=3.0)
 
 
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
@@ -184,17 +177,14 @@ def test_any_layout(layout, key, seed, exponent, special):
     for c, pieces in enumerate(layout.pieces):
         end_of_metadata = min((p.codes for p in pieces), default=0)
         codes[c, :end_of_metadata] = np.asarray(payload)[c, :end_of_metadata]
-    for a, b in zip(ops.decode(layout, codes), reference_decode.__wrapped__(layout)(codes)):
-        assert_same_values(a, b)
+    assert_trees(assert_same_values, ops.decode(layout, codes), reference_decode.__wrapped__(layout)(codes))
 
 
 @pytest.mark.parametrize("codec", **each_codec([c for c in CODECS if not c.meta and c != cgx.Lossless()]))
 def test_any_bytes_decode(codec):
     """test_lossless.py and test_topk.py have the other codecs without metadata."""
     layout = Layout(codec, ((700,), (33,)), ("float32", "bfloat16"))
-    raw = np.random.RandomState(0).randint(0, 256, (1, layout.chunk_bytes)).astype(np.uint8)
-    for a, b in zip(ops.decode(layout, raw), reference_decode(layout)(raw), strict=True):
-        assert_same_values(a, b)
+    check_decode(layout, np.random.RandomState(0).randint(0, 256, (1, layout.chunk_bytes)).astype(np.uint8))
 
 
 @pytest.mark.parametrize(
@@ -212,10 +202,4 @@ def test_any_bytes_decode(codec):
 def test_buckets_larger_than_a_task(codec):
     leaves = [normal(250_000)]
     layout = Layout.of(codec, leaves, chunks=2)
-    key = native_key(codec)
-    residuals = [normal(250_000, seed=1)]
-    payload, new = ops.encode_fed(layout, leaves, residuals, key)
-    expected, expected_new = reference_encode(layout, True)(leaves, residuals, key)
-    assert_same_bytes(payload, expected)
-    assert_same_values(new[0], expected_new[0])
-    assert_same_values(ops.decode(layout, payload)[0], reference_decode(layout)(payload)[0])
+    check_decode(layout, check_encode(layout, leaves, [normal(250_000, seed=1)]))
