@@ -54,12 +54,3 @@ def test_rounding_to_nearest_needs_no_key():
     assert not codec.stochastic and codec.may_cut(256)
     x = normal(512)
     np.testing.assert_array_equal(roundtrip(x, codec)[256:], roundtrip(x[256:], codec))
-
-
-def test_values_of_topk_run_in_jnp():
-    """The kernels for lists don't support rotated values."""
-    codec = cgx.TopK(0.5, cgx.MaxMin(8, 128, rotate=True))
-    assert codec.native is None
-    x = np.asarray(normal(400))
-    kept = np.abs(x) >= np.sort(np.abs(x))[200]
-    assert vnmse(x[kept], roundtrip(x, codec)[kept]) < 1e-3
