@@ -18,6 +18,7 @@
 
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -75,8 +76,7 @@ IN_MEMORY = {"node": cgx.MaxMin(4), "local": cgx.Raw()}  # the devices of a proc
 NOISY_BETWEEN = {"node": NOISY, "local": cgx.Raw()}
 ACROSS = ("local", "node")  # the inner axis is between the processes, so they exchange their leaves
 OVER_ACROSS = {"local": NOISY, "node": cgx.Raw()}
-
-
+MARKED = {"data": TCP, BOTH: BETWEEN, ACROSS: tuple(map(cgx.Tcp, ACROSS))}
 PERM = [(0, 2), (2, 1), (3, 3)]
 
 
@@ -169,23 +169,16 @@ def derivative(axes, x):
     return jax.grad(loss)(x)
 
 
-def backward(axes, x):
-    def loss(x):
-        leaves = jax.tree.leaves(cgx.sync_in_backward(x, axes, cgx.Plan.every(cgx.MaxMin(4), fusion_mb=0.001)))
+def backward(axes, x, fed=False):
+    plan = cgx.Plan.every(cgx.MaxMin(4), fusion_mb=0.001)
+
+    def loss(x, residuals):
+        carry = cgx.Carry(residuals=residuals) if fed else None
+        leaves = jax.tree.leaves(cgx.sync_in_backward(x, axes, plan, carry=carry))
         return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves)
 
-    return jax.grad(loss)(x)
-
-
-def backward_with_feedback(axes, x):
-    def loss(x, residuals):
-        synchronised = cgx.sync_in_backward(
-            x, axes, cgx.Plan.every(cgx.MaxMin(4), fusion_mb=0.001), carry=cgx.Carry(residuals=residuals)
-        )
-        return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(synchronised))
-
     residuals = jax.tree.map(lambda leaf: jnp.float32(0.1) * leaf.astype(jnp.float32), x)
-    return jax.grad(loss, argnums=(0, 1))(x, residuals)
+    return jax.grad(loss, argnums=(0, 1) if fed else 0)(x, residuals)
 
 
 # Every case has the shapes of a rank's leaves, the axes of a mesh, and a function of the plain or marked axes.
@@ -252,7 +245,7 @@ CASES = {
     ),
     "grad": (ROWS, "data", derivative),
     "backward": (ROWS, "data", backward),
-    "backward with feedback": (ROWS, "data", backward_with_feedback),
+    "backward with feedback": (ROWS, "data", functools.partial(backward, fed=True)),
 }
 
 
@@ -279,9 +272,8 @@ CROSSING = {
 def crossing(tcp):
     """Returns {case: digests} of means that one program begins and another ends. They equal those of one program."""
     found = {}
-    for names in ("data",), BOTH:
-        mesh, axes = the_mesh(*names), names[0] if len(names) == 1 else names
-        marked = axes if not tcp else TCP if len(names) == 1 else BETWEEN
+    for axes in "data", BOTH:
+        mesh, marked = the_mesh(*axis_names(axes)), MARKED[axes] if tcp else axes
         cases = {name: case for name, case in CROSSING.items() if case[1] == axes}
         inputs = {
             # whole numbers, so sums don't depend on the order
@@ -492,8 +484,7 @@ def collectives(tcp, all_cases=CASES):
     """Returns {case: digests}, over Tcp or over the plain axes. All cases of a mesh are one program."""
     results = {}
     for axes in {case[1]: None for case in all_cases.values()}:
-        mesh = the_mesh("data") if axes == "data" else the_mesh(*BOTH)
-        marked = {"data": TCP, BOTH: BETWEEN, ACROSS: tuple(map(cgx.Tcp, ACROSS))}[axes] if tcp else axes
+        mesh, marked = the_mesh("data") if axes == "data" else the_mesh(*BOTH), MARKED[axes] if tcp else axes
         cases = {name: case for name, case in all_cases.items() if case[1] == axes}
         inputs = {
             name: {leaf: array(mesh, *what, [len(name), i]) for i, (leaf, what) in enumerate(case[0].items())}
