@@ -3,8 +3,8 @@
 A transport is static under jit. It is hashable, and equal to any other transport that moves bytes among the same ranks
 in the same way. It moves rows of bytes and uncompressed arrays, and reads no codec.
 
-A new transport subclasses `Transport` and defines `names`, `effects`, `size`, `rank`, `all_to_all`, `all_gather`,
-`shift` and `plain_psum`. The other members have defaults.
+A new transport subclasses `Transport` and defines `names`, `effects`, `size`, `rank`, `all_to_all`, `all_gather` and
+`plain_psum`. The other members have defaults.
 """
 
 import math
@@ -112,7 +112,7 @@ class Transport:
 
     def shift(self, row: jax.Array) -> jax.Array:
         """Returns the row of the previous rank. The first rank gets the row of the last rank."""
-        raise NotImplementedError(f"{type(self).__name__}.shift")
+        return self.permute(row, [(rank, (rank + 1) % self.size) for rank in range(self.size)])
 
     def permute(self, row: jax.Array, pairs: Pairs) -> jax.Array:
         """Returns the row of the rank that sends to this rank. A rank to which no rank sends gets any row."""

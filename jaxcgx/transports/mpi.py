@@ -83,9 +83,6 @@ class Comm(_Ranks):
         run = functools.partial(_run, operation=operation, net=self, argument=argument)
         return _compat.mlir.lower_fun(run, multiple_results=False)(ctx, x)
 
-    def shift(self, row: jax.Array) -> jax.Array:
-        return self.permute(row, [(rank, (rank + 1) % self.size) for rank in range(self.size)])
-
     def permute(self, row: jax.Array, pairs: Pairs) -> jax.Array:
         return exchange("permute", row, self, argument=tuple(pairs))
 

@@ -75,9 +75,6 @@ class Axes(base.Transport):
         place = np.argsort(ranks.transpose([self.names.index(name) for name in names]).reshape(-1)).tolist()
         return jax.lax.ppermute(row, names, [(place[sender], place[receiver]) for sender, receiver in pairs])
 
-    def shift(self, row: jax.Array) -> jax.Array:
-        return self.permute(row, [(r, (r + 1) % self.size) for r in range(self.size)])
-
     def plain_psum(self, x: jax.Array) -> jax.Array:
         return jax.lax.psum(x, self.names)
 
