@@ -29,12 +29,8 @@ def random_key(codec, seed=0):
 
 @pytest.mark.parametrize("codec", **each_codec(SOME))
 def test_vmap_is_one_call_and_the_same_as_a_loop(codec):
-    x = normal((5, 40))
-    keys = jax.random.split(jax.random.key(1), 5)
-    if codec.stochastic:
-        f, args = lambda x, k: cgx.roundtrip(x, codec, k), (x, keys)
-    else:
-        f, args = lambda x: cgx.roundtrip(x, codec), (x,)
+    x, keys = normal((5, 40)), jax.random.split(jax.random.key(1), 5)
+    f, args = lambda x, *key: cgx.roundtrip(x, codec, *key), (x, *[keys] * codec.stochastic)
     assert custom_calls(jax.vmap(f), *args) == dict(encode=1, decode=1, reduce=0)
     looped = jnp.stack([f(*(a[i] for a in args)) for i in range(5)])
     assert_same_bytes(jax.vmap(f)(*args), looped)
