@@ -239,26 +239,20 @@ def test_shard_map(codec, check_vma):
         assert_same_bytes(y[i], cgx.roundtrip(x[i], codec, random_key(codec)))
 
 
-@pytest.mark.parametrize("op", ("encode", "decode", "feedback", "reduce", "reduce with feedback"))
-def test_varying_results_may_not_leave_as_replicated(op):
-    codec = cgx.MaxMin(4, 64)
-    layout = Layout(codec, ((60,),), (jnp.float32,))
+SIXTY = Layout(cgx.MaxMin(4, 64), ((60,),), (jnp.float32,))
+VARYING = {
+    "encode": lambda x: ops.encode(SIXTY, [x]),
+    "decode": lambda x: ops.decode(SIXTY, ops.encode(SIXTY, [x]))[0],
+    "feedback": lambda x: ops.encode_fed(SIXTY, [x], [jnp.zeros(60)])[1][0],
+    "reduce": lambda x: ops.reduce(SIXTY, jnp.zeros((2, SIXTY.chunk_bytes), jnp.uint8), own=ops.Own([x], 1))[0],
+    "reduce with feedback": lambda x: ops.reduce_fed(SIXTY, ops.encode(SIXTY, [x]), [jnp.zeros(60)])[1][0],
+}
 
-    def body(x):
-        x = x.reshape(60)
-        payload = ops.encode(layout, [x])
-        if op == "encode":
-            return payload
-        if op == "decode":
-            return ops.decode(layout, payload)[0]
-        if op == "feedback":
-            return ops.encode_fed(layout, [x], [jnp.zeros(60)])[1][0]
-        if op == "reduce with feedback":
-            return ops.reduce_fed(layout, payload, [jnp.zeros(60)])[1][0]
-        return ops.reduce(layout, jnp.zeros((2, layout.chunk_bytes), jnp.uint8), own=ops.Own([x], 1))[0]
 
+@pytest.mark.parametrize("f", VARYING.values(), ids=VARYING)
+def test_varying_results_may_not_leave_as_replicated(f):
     with pytest.raises(ValueError, match="out_specs"):
-        jax.jit(jax.shard_map(body, mesh=mesh_of(4), in_specs=P("data"), out_specs=P()))(normal(240))
+        jax.jit(jax.shard_map(f, mesh=mesh_of(4), in_specs=P("data"), out_specs=P()))(normal(240))
 
 
 def test_invariant_inputs_stay_invariant():
