@@ -303,7 +303,6 @@ WHAT_IS_REFUSED = {
         (lambda: Sampled(lower=2), ValueError, "lower", "2"),
         (lambda: Sampled(refinements=101), ValueError, "refinements", "101"),
     ],
-    "encode": [(lambda: cgx.encode(jnp.ones(9), TopK(0.5, select="sampled")), ValueError, "key", "None")],
 }
 test_what_is_refused = table(WHAT_IS_REFUSED)
 
