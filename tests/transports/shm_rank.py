@@ -177,14 +177,14 @@ def check_no_traces():
         assert "memfd:jaxcgx (deleted)" in f.read()
 
 
+def digested(sums):
+    return jax.tree.map(lambda x: hashlib.sha256(np.asarray(x).tobytes()).hexdigest(), sums)
+
+
 def digests(net):
     """Returns the digests of the results of the schedules on these ranks."""
     leaves = [jnp.asarray(of_ranks(net, *leaf)[net.rank]) for leaf in LEAVES.values()]
-    sums = {schedule: jax.jit(functools.partial(allreduce, schedule, net))(*leaves) for schedule in SCHEDULES}
-    return {
-        schedule: [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in leaves]
-        for schedule, leaves in sums.items()
-    }
+    return digested({schedule: jax.jit(functools.partial(allreduce, schedule, net))(*leaves) for schedule in SCHEDULES})
 
 
 def exchanges(net):
