@@ -15,9 +15,3 @@ def test_chunks_are_balanced_by_bytes(chunks):
         whole = Layout(codec, layout.shapes, layout.dtypes, 1).chunk_bytes
         # The limit is an even share, one more unit, and padding to 16 bytes for each of the small leaves.
         assert layout.chunk_bytes <= whole / chunks + 4 * 520 + 16 * (len(sizes) + 2)
-
-
-def test_a_leaf_smaller_than_the_chunks():
-    layout = Layout(cgx.MaxMin(4, 2), ((17,),), (jnp.float32,), 8)
-    assert sum(p.coded for pieces in layout.pieces for p in pieces) == 17
-    assert max(sum(p.coded for p in pieces) for pieces in layout.pieces) <= 4
