@@ -36,35 +36,21 @@ CENTERS = {
 }
 
 
-def loss_fn(params, count, x):
-    """Ranks share a loss, an output and the sum of a model's state."""
-    loss = jnp.mean((x @ params["w"] @ params["v"] - 1) ** 2)
-    return loss, (count + jnp.abs(x).max(), jnp.sum(x))
-
-
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, *CENTERS])
 def test_conditionals_wait_for_other_exchanges(name, monkeypatch):
+    """Ranks share a loss, the sum of a model's state and, except with centers, an output."""
     monkeypatch.setattr(differential, "LEVELS", 2)
-    program = compiled(loss_fn, STEPS[name], has_aux=True)
-    assert "conditional(" in program and not unordered(program)
+    has_aux = name in STEPS
 
+    def loss_fn(params, count, x):
+        loss, count = jnp.mean((x @ params["w"] @ params["v"] - 1) ** 2), count + jnp.abs(x).max()
+        return loss, (count, jnp.sum(x)) if has_aux else count
 
-@pytest.mark.parametrize("name", CENTERS)
-def test_exchanges_between_centers_wait_for_those_inside(name):
-    def loss(params, count, x):
-        loss, (count, _) = loss_fn(params, count, x)
-        return loss, count
-
-    program = compiled(loss, CENTERS[name])
-    assert "conditional(" in program and not unordered(program)
-
-
-def compiled(loss_fn, exchange, **options):
-    """Returns the program of a step."""
-    options |= dict(sharding=cgx.Sharding(AXES), model_state="mean")
-    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), MESH, exchange, **options)
+    options = dict(sharding=cgx.Sharding(AXES), model_state="mean", has_aux=has_aux)
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), MESH, (STEPS | CENTERS)[name], **options)
     state = train.init({"w": jnp.ones((40, 30)), "v": jnp.ones((30, 20))}, jnp.zeros(()))
-    return train.step.lower(state, np.ones((8, 40), np.float32)).compile().as_text()
+    program = train.step.lower(state, np.ones((8, 40), np.float32)).compile().as_text()
+    assert "conditional(" in program and not unordered(program)
 
 
 def test_an_overlay_of_the_outermost_axis_takes_raw_leaves():
