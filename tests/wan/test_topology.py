@@ -19,15 +19,16 @@ from jaxcgx.wan.overlays import search
 from jaxcgx.wan.overlays.topology import ENOUGH, LinkRates
 
 RATE, SIZE = 1e7, 4e6  # bytes per second, bytes of a message
+RING = Overlay.ring(range(4))
 
 
-def with_slow(what):
-    """Returns the rates of four ranks' links. A link (i, j), or the line of a rank, has a tenth of the others' rate."""
-    rates = np.full((4, 4), RATE)
+def with_slow(what, ranks=4, rate=RATE):
+    """Returns the rates of all links. A link (i, j), or the line of a rank, has a tenth of the others' rate."""
+    rates = np.full((ranks, ranks), rate)
     if isinstance(what, tuple):
-        rates[what] = rates[what[::-1]] = RATE / 10
+        rates[what] = rates[what[::-1]] = rate / 10
     else:
-        rates[what] = rates[:, what] = RATE / 10
+        rates[what] = rates[:, what] = rate / 10
     return rates
 
 
@@ -76,8 +77,7 @@ def test_it_follows_a_slow_link(shape, first, second):
                     break
             assert search.seconds(topology.overlay, topology.real) <= 1.2 * best
             assert topology.probes - before <= 10
-            ring = search.seconds(Overlay.ring(range(4)), topology.real)
-            assert search.seconds(topology.overlay, topology.real) * 1.3 <= ring
+            assert search.seconds(topology.overlay, topology.real) * 1.3 <= search.seconds(RING, topology.real)
 
 
 def test_a_ring_goes_around_the_slow_link():
@@ -203,8 +203,7 @@ def test_little_traffic_says_nothing():
 
 def test_a_changed_link_makes_the_others_unknown():
     links = LinkRates(3, 0.5)
-    everything = [(i, j) for i in range(3) for j in range(3) if i != j]
-    measured(links, *everything)
+    measured(links, *itertools.permutations(range(3), 2))
     assert links.greedy(0.9) == 0.9
     before = links.rates[1, 2]
     measured(links, (0, 1), rate=1e5)
@@ -218,7 +217,7 @@ def test_the_greedy_rate_is_exact():
     assert links.greedy(0.9) == 0.0
     measured(links, (0, 1), (1, 0), (2, 3))
     assert links.greedy(0.9) == 3 / 12 and links.greedy(0.2) == 0.2
-    measured(links, *[(i, j) for i in range(4) for j in range(4) if i != j])
+    measured(links, *itertools.permutations(range(4), 2))
     assert links.greedy(0.9) == 0.9 and links.greedy(1.0) == 1.0 and links.greedy(0.0) == 0.0
 
 
@@ -238,38 +237,21 @@ def test_pairs_to_probe():
 
 def test_a_pair_with_one_unknown_direction_is_probed_first():
     links = LinkRates(4, 0.5)
-    measured(links, *[(i, j) for i in range(4) for j in range(4) if i != j and (i, j) not in ((1, 0), (3, 2))])
+    measured(links, *({*itertools.permutations(range(4), 2)} - {(1, 0), (3, 2)}))
     for seed in range(10):
         assert sorted(links.pairs(np.random.default_rng(seed))) == [(0, 1), (2, 3)]
-
-
-def slow_link(n, i, j, rate=0.1):
-    rates = np.ones((n, n))
-    rates[i, j] = rates[j, i] = rate
-    return rates
-
-
-def slow_line(n, i, rate=0.1):
-    rates = np.ones((n, n))
-    rates[i] = rates[:, i] = rate
-    return rates
 
 
 def drawn(n, seed):
     return np.random.default_rng(seed).uniform(0.1, 1, (n, n))
 
 
-def fixed_ring(n):
-    return Overlay.ring(range(n))
-
-
 @pytest.mark.parametrize("shape", search.SHAPES)
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_alike_links_take_the_least_time(n, shape):
     """Every line carries 2 (n - 1) / n messages."""
-    assert search.seconds(search.SHAPES[shape](np.ones((n, n))), np.ones((n, n))) == pytest.approx(
-        2 * (n - 1) / n, 0.02
-    )
+    rates = np.ones((n, n))
+    assert search.seconds(search.SHAPES[shape](rates), rates) == pytest.approx(2 * (n - 1) / n, 0.02)
 
 
 def test_trees_of_alike_links_are_those_of_two_shot():
@@ -284,27 +266,27 @@ def test_trees_of_many_alike_links(monkeypatch):
 
 
 def test_a_slow_link_is_gone_around():
-    rates = slow_link(4, 1, 2)
+    rates = with_slow((1, 2), rate=1.0)
     for shape in (search.trees, search.ring):
-        assert search.seconds(shape(rates), rates) < search.seconds(fixed_ring(4), rates) / 4
+        assert search.seconds(shape(rates), rates) < search.seconds(RING, rates) / 4
 
 
 def test_a_slow_line_carries_the_message_once():
-    rates = slow_line(4, 2)
+    rates = with_slow(2, rate=1.0)
     for shape in (search.trees, search.owners):
         assert search.seconds(shape(rates), rates) == pytest.approx(10, 0.01)
-    assert search.seconds(fixed_ring(4), rates) == pytest.approx(15)
+    assert search.seconds(RING, rates) == pytest.approx(15)
     assert 2 not in [tree.root for tree in search.owners(rates).trees]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_trees_are_near_the_best_packing(seed):
-    """The best packing uses all 16 trees of 4 ranks in any proportion."""
+    """The best packing uses all 16 trees of 4 ranks in any proportion. Three links that reach all ranks are a tree."""
     optimize = pytest.importorskip("scipy.optimize")
     rates = drawn(4, seed)
     links, line = search.both(rates), search.lines(rates)
     pairs = list(itertools.combinations(range(4), 2))
-    every = [t for t in itertools.combinations(pairs, 3) if is_tree(t)]
+    every = [t for t in itertools.combinations(pairs, 3) if len({*sum(t, ())}) == 4]
     assert len(every) == 16
     loads = np.array(
         [[(p in t) / links[p] for p in pairs] + [sum(i in p for p in t) / line[i] for i in range(4)] for t in every]
@@ -314,13 +296,6 @@ def test_trees_are_near_the_best_packing(seed):
         [*[0] * 16, 1], A_ub=np.c_[loads, -np.ones(10)], b_ub=np.zeros(10), A_eq=[[*[1] * 16, 0]], b_eq=[1]
     )
     assert found.x[-1] * 0.999 <= search.seconds(search.trees(rates), rates) <= found.x[-1] * 1.08
-
-
-def is_tree(links):
-    reached = {0}
-    for _ in links:
-        reached |= {rank for link in links if reached & set(link) for rank in link}
-    return len(reached) == 4
 
 
 @pytest.mark.parametrize("n, seed", [(4, 0), (5, 1), (6, 2), (7, 3)])
@@ -338,7 +313,7 @@ def test_the_slowest_link_of_the_ring_is_the_fastest_that_it_can_be(n, seed):
 def test_a_ring_of_many_ranks(monkeypatch):
     """The ring is improved by swaps. It avoids the slow link."""
     monkeypatch.setattr(search, "EXACT", 3)
-    links = slow_link(9, 3, 4)
+    links = with_slow((3, 4), 9, rate=1.0)
     order = search.best_order(links)
     assert min(links[i, j] for i, j in zip(order, [*order[1:], order[0]])) == 1
 
