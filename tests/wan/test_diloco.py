@@ -623,7 +623,7 @@ FREEZES = diloco(plan=cgx.Plan(cgx.Raw(), rules=[("b", cgx.Skip())]))
 ACT = {**PARAMS, "act": jnp.tanh}
 ERRORS = {
     "Diloco": [
-        (step_of(mesh_or_comm=mesh_of(1)), ValueError, "axis", "one"),
+        (lambda: trainer(diloco(), mesh_of(1, 2)), ValueError, "axis", "one", "Diloco"),
         (step_of(exchange=diloco(inside=cgx.MaxMin(4))), ValueError, "inside", "MaxMin", "leave"),
         (lambda: trainer(diloco(PER_RANK)).init(PARAMS), ValueError, "outer", "one with"),
         (lambda: trainer(diloco(fragments=500)).init(PARAMS), ValueError, "fragments", "500", "fragments=11"),
@@ -632,7 +632,6 @@ ERRORS = {
         (lambda: trainer(FREEZES, mesh_of(2, 2)).init(PARAMS), ValueError, "plan ['b']", "another", "jaxcgx.Skip()"),
     ],
     "make_train_step": [
-        (step_of(mesh_or_comm=mesh_of(2, 2)), ValueError, "sharding.params", "None"),
         (step_of(sharding=CUT), ValueError, "sharding", "shards", "leave"),
         (step_of(overlap="backward"), ValueError, "overlap", "'backward'", "leave"),
         (step_of(overlap=cgx.Priority()), ValueError, "overlap", "Priority"),
