@@ -337,16 +337,20 @@ def test_a_fetched_state_may_have_what_was_sent(lost, monkeypatch):
     leave([(own, chair), (params, member)])
 
 
-def test_a_center_that_comes_back_gets_patches(monkeypatch):
-    """They have the few elements that rounds have changed. A center with other parameters gets the whole state."""
+SPARSE, DENSE = (cgx.TopK(0.01), 0.9, FrameKind.PATCHES), (cgx.Raw(), 1, FrameKind.STATE)
+
+
+@pytest.mark.parametrize(("plan", "factor", "first"), [SPARSE, DENSE], ids=["sparse", "dense"])
+def test_a_center_that_comes_back(plan, factor, first, monkeypatch):
+    """It gets the few elements that sparse rounds have changed. With other parameters it gets the whole state."""
     params, frames = {"w": normal((64, 64), 5)}, []
-    given = decoupled(2, quorum=1, grace=1.0, every=1, plan=cgx.TopK(0.01))
+    given = decoupled(2, quorum=1, grace=1.0, every=1, plan=plan)
     (own, chair), (_, late) = join(given, params)
     late.leave()
     peers, send = chair._inbox.peers, chair._inbox.peers.send
     monkeypatch.setattr(peers, "send", lambda place, frame: frames.append(frame) or send(place, frame))
-    until(lambda _: chair.last and chair.last.number == 3, lambda: chair.step({"w": own["w"] * 0.9}))
-    for start, kind in (params, FrameKind.PATCHES), ({"w": params["w"] + 1}, FrameKind.STATE):
+    until(lambda _: chair.last and chair.last.number == 3, lambda: chair.step({"w": own["w"] * factor}))
+    for start, kind in (params, first), ({"w": params["w"] + 1}, FrameKind.STATE):
         found, late = given[1].join(start)
         assert_same_trees(found, chair.params)
         assert late._held.version == chair._held.version
@@ -356,15 +360,6 @@ def test_a_center_that_comes_back_gets_patches(monkeypatch):
         frames.clear()
     # Half a length of a patch, from a program that was cut off, does nothing.
     chair._inbox._got(1, Frame(FrameKind.PATCHES, chair._held.version, chair._held.merged.tobytes() + bytes(4)))
-    chair.leave()
-
-
-def test_rounds_of_dense_gradients_keep_no_patches():
-    given, params = decoupled(2, quorum=1, grace=1.0, every=1, plan=cgx.Raw()), {"w": normal((64, 64), 5)}
-    (own, chair), (_, late) = join(given, params)
-    late.leave()
-    until(lambda _: chair.last and chair.last.number == 2, lambda: chair.step(own))
-    assert not chair._held.patches
     chair.leave()
 
 
@@ -430,7 +425,7 @@ def test_a_training_goes_on_from_its_state():
 @ALONE
 def test_residuals_of_a_saved_state_follow_keep():
     """Without residuals in the state, they begin with zeros. Without feedback, those of the state are dropped."""
-    given = alone(plan=cgx.MaxMin(4))
+    given = alone(plan=cgx.MaxMin(2))
     params, member = given.join(PARAMS)
     member.leave()
     state, zeros = member.state, jax.tree.map(jnp.zeros_like, PARAMS)
@@ -438,7 +433,9 @@ def test_residuals_of_a_saved_state_follow_keep():
         _, other = given.join(params, state._replace(residuals=None))
     other.leave()
     assert_same_trees(other.state.residuals, zeros)
-    _, other = dataclasses.replace(given, keep=False).join(params, state)
+    with pytest.warns(UserWarning, match=r"Decoupled: argument 'keep': .*MaxMin\(bits=2.*write keep=True"):
+        given = dataclasses.replace(given, keep=False)
+    _, other = given.join(params, state)
     other.leave()
     assert other.state.residuals is None
 
@@ -583,12 +580,6 @@ def test_an_address_that_is_not_free(host):
         words = says("Decoupled.join", "addresses", got=repr(address), remedy="'place'")
         with raises(OSError, words):
             cgx.wan.Decoupled(addresses=[address, "127.0.0.1:1"], place=0).join(PARAMS)
-
-
-@pytest.mark.parametrize("bucket_size", [32, 64, 512])
-def test_few_bits_without_feedback(bucket_size):
-    with pytest.warns(UserWarning, match=r"'keep'.*MaxMin\(bits=2.*write keep=True"):
-        cgx.wan.Decoupled(addresses=["a:1", "b:1"], place=0, plan=cgx.MaxMin(2, bucket_size), keep=False)
 
 
 @ALONE
