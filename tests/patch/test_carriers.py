@@ -76,7 +76,9 @@ def test_parts_over_several_connections(address, monkeypatch):
     with cgx.patch.Publisher(address, secret="s") as publisher, subscribe(address, connections=3) as subscriber:
         for number in range(1, 4):
             publisher.publish(x + np.float32(number))
-            np.testing.assert_array_equal(subscriber.latest(number), x + np.float32(number))
+            found = subscriber.latest(number)
+            np.testing.assert_array_equal(found, x + np.float32(number))
+            assert not found.flags.writeable  # the next call may return it again
         assert 1 < len(subscriber._source._idle) <= 4 and subscriber._source._idle[0].gettimeout() == 1000
         subscriber._closed.set()
         subscriber._thread.join()  # no request ends its connections
@@ -163,9 +165,7 @@ def test_strangers_that_take_their_time(address, monkeypatch):
 
 
 def test_an_address_that_is_taken(address):
-    words = says(
-        "Publisher", "where", expected="an address of this machine", got=repr(address), remedy="end the program"
-    )
+    words = says("Publisher", "where", expected="an address of this machine", got=repr(address), remedy="the port")
     with cgx.patch.Publisher(address), raises(OSError, words):
         cgx.patch.Publisher(address)
     cgx.patch.Publisher(address).close()

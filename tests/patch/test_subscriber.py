@@ -297,29 +297,12 @@ def test_processes_get_the_same_version(tmp_path):
         assert [rank.wait() for rank in ranks.running] == [0, 0]
 
 
-def test_in_the_background(tmp_path):
-    """It waits for the first version, and what it returns can't be changed by accident."""
-    with (
-        cgx.patch.Publisher(tmp_path) as publisher,
-        cgx.patch.Subscriber(tmp_path, TREE, every=0.01, timeout=60) as subscriber,
-    ):
-        for number in range(1, 4):
-            publisher.publish(jax.tree.map(lambda x, number=number: x + np.asarray(number, x.dtype), TREE))
-            found = subscriber.latest(number)
-            assert found["step"] == number and not found["w"].flags.writeable
-
-
-def newer(path):
-    publisher, subscriber = made(path, 2)
-    file = file_of(publisher, path, 2)
+def test_subscribers_see_a_newer_format(tmp_path):
+    publisher, subscriber = made(tmp_path, 2)
+    file = file_of(publisher, tmp_path, 2)
     magic, _, size = HEAD.unpack_from(data := file.read_bytes(), CHECK.size)
     index = HEAD.pack(magic, 2, size) + data[CHECK.size + HEAD.size :][:size]
     file.write_bytes(CHECK.pack(zlib.crc32(index)) + index)
-    return subscriber
-
-
-def test_subscribers_see_a_newer_format(tmp_path):
-    subscriber = newer(tmp_path)
     words = says("Subscriber.latest", expected="version 2 in a format up to 1", got="format 2", remedy="install")
     for _ in range(2):
         with raises(ValueError, words):
@@ -344,7 +327,6 @@ def other_model(path, **like):
 WIDE = {"w": jax.ShapeDtypeStruct((2,), np.float64)}
 BAD_INPUT = {
     "Publisher": [
-        (lambda path: cgx.patch.Publisher("s3://bucket/w"), ValueError, "where", "'s3://bucket/w'", "mount"),
         (lambda path: cgx.patch.Publisher("tcp://host:75"), ValueError, "where", "'tcp://host:75'", "pass 'host:port'"),
         (lambda path: cgx.patch.Publisher("localhost"), ValueError, "where", "'localhost'", "pass 'localhost:port'"),
         (lambda path: cgx.patch.Publisher("host:99999"), ValueError, "where", "'host:99999'"),
@@ -357,9 +339,6 @@ BAD_INPUT = {
     ],
     "Publisher.publish": [
         (lambda path: cgx.patch.Publisher(path).publish({"w": "no"}), TypeError, "tree ['w']", "'no'"),
-        (lambda path: cgx.patch.Publisher(path).publish(jax.random.key(0)), TypeError, "tree", "key", "pass"),
-        (lambda path: cgx.patch.Publisher(path).publish({"w": np.ones(2, ">f4")}), TypeError, "tree ['w']", ">f4[2]"),
-        (lambda path: cgx.patch.Publisher(path).publish(np.longdouble(1)), TypeError, "tree", "float128[]"),
         (lambda path: made(path, 1)[0].publish({"w": np.zeros(9)}), ValueError, "tree", "['w'] float64[9]"),
     ],
     "Subscriber": [

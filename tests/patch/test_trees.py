@@ -96,11 +96,8 @@ def test_donated_arrays_are_overwritten():
 
 def test_donated_arrays_of_jax_that_are_in_use():
     """JAX gives no memory away that NumPy still sees, that two leaves share, or that is on several devices."""
-    seen, tied, sharded = (
-        jnp.arange(8.0),
-        jnp.arange(9.0),
-        jax.device_put(jnp.arange(8.0), NamedSharding(make_mesh(), P("data"))),
-    )
+    seen, tied = jnp.arange(8.0), jnp.arange(9.0)
+    sharded = jax.device_put(jnp.arange(8.0), NamedSharding(make_mesh(), P("data")))
     old, view = {"seen": seen, "tied": [tied, tied], "sharded": sharded}, np.asarray(seen)
     new = jax.tree.map(lambda x: x + 1, old) | {"tied": [tied + 2, tied * 3]}
     got = apply(old, encode(old, new), donate=True)
@@ -139,7 +136,7 @@ def test_checksums_tell_dtypes_and_shapes_apart():
 
 OLD, NEW = {"w": np.zeros((2, 3), np.float32)}, {"w": np.ones((2, 3), np.float32)}
 PATCH, KEY = encode(OLD, NEW), jax.random.key(0)
-NO_ARRAYS = [3.0], ["a"], np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.zeros(2, "f4,f4")
+NO_ARRAYS = [3.0], ["a"], np.array(["a"]), np.array([None]), np.zeros(2, ">f4"), np.zeros(2, "f4,f4"), np.longdouble(1)
 apply_to = lambda old, patch=PATCH: lambda: apply(old, patch)
 ERRORS = {
     "patch.apply": [
