@@ -1,8 +1,5 @@
 """Tests that exchanges in conditionals wait for the program's other exchanges, or these for them."""
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -51,15 +48,3 @@ def test_conditionals_wait_for_other_exchanges(name, monkeypatch):
     state = train.init({"w": jnp.ones((40, 30)), "v": jnp.ones((30, 20))}, jnp.zeros(()))
     program = train.step.lower(state, np.ones((8, 40), np.float32)).compile().as_text()
     assert "conditional(" in program and not unordered(program)
-
-
-def test_an_overlay_of_the_outermost_axis_takes_raw_leaves():
-    """The overlay is of the centers. The bias travels raw, and its mean is exact."""
-    params = {"w": jnp.ones((8, 300)), "b": jnp.zeros(300), "v": jnp.ones((300, 40))}
-    loss = lambda p, x: jnp.mean(((x @ p["w"] + p["b"]) @ p["v"] - 1) ** 2)
-    plan = dataclasses.replace(PLAN, schedule=cgx.wan.Overlay.owners(2, 1))
-    train = cgx.make_train_step(loss, optax.sgd(0.1), MESH, plan, sharding=cgx.Sharding(AXES))
-    x = jnp.asarray(np.random.RandomState(0).standard_normal((8, 8)), jnp.float32)
-    updated = train.step(train.init(params), x)[0].params["b"]
-    expected = params["b"] - 0.1 * jax.grad(loss)(params, x)["b"]
-    np.testing.assert_allclose(updated, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
