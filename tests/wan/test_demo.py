@@ -47,10 +47,8 @@ def test_as_its_paper_has_it():
     optimizer = cgx.compress_gradients("data", cgx.wan.Demo(decay=0.9, k=20))
     gradients = normal((2, 30, 40), 3)
     state = jax.jit(jax.shard_map(lambda: optimizer.init(PARAMS["w"]), mesh=mesh_of(2), in_specs=(), out_specs=ROWS))()
-    update, specs = (
-        lambda g, state: optimizer.update(g[0], state),
-        dict(in_specs=(P("data"), ROWS), out_specs=(P(), ROWS)),
-    )
+    update = lambda g, state: optimizer.update(g[0], state)
+    specs = dict(in_specs=(P("data"), ROWS), out_specs=(P(), ROWS))
     step = jax.jit(jax.shard_map(update, mesh=mesh_of(2), **specs))
     momenta = [np.zeros((30, 40), np.float32)] * 2
     for scale in 1.0, 0.5:
