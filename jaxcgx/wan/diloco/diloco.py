@@ -147,10 +147,9 @@ class Diloco:
 
     @property
     def turns(self) -> Sequence[Sequence[Act]]:
-        if self.later:
-            both = [self._acts("end", self.overlap), self._acts("begin", 0)]
-            return [self._acts("eager", 0)] if self.eager else both
-        return [self._acts("at_once", 0)]
+        if self.overlap:
+            return [self._acts("end", self.overlap), self._acts("begin", 0)]
+        return [self._acts("eager" if self.eager else "at_once", 0)]
 
     @property
     def last(self) -> Sequence[Act]:
@@ -164,14 +163,13 @@ class Diloco:
     def warn(self, axis: AxisName) -> None:
         """Warns if exchanges are to go on in later steps but can't."""
         name = axis_names(axis)[0]
-        argument = next((argument for argument in ("overlap", "eager") if getattr(self, argument)), None)
         if crosses(axis):
             why = next(filter(None, map(self._waits, self.plan.codecs)), "")
         else:  # a single process only simulates centers
             why = f"over {name!r} the step in which an exchange begins waits for it; pass jaxcgx.Tcp({name!r})"
             why = why if jax.process_count() > 1 and jax.default_backend() == "cpu" else ""
-        if argument and why:
-            warn(f"{self.op}: argument '{argument}': {why}")
+        if self.later and why:
+            warn(f"{self.op}: argument '{'eager' if self.eager else 'overlap'}': {why}")
 
     def _waits(self, codec: Codec) -> str:
         """Says for what the last step of an exchange with this codec waits, or nothing."""
