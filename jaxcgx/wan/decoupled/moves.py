@@ -133,8 +133,8 @@ def _how(op: str, average: Any, path: PyTree, x: jax.Array) -> str:
         return "mean" if "embed" in name.lower() else "radial"
     found = average(name, x) if callable(average) else average
     if found not in ("mean", "radial"):
-        place = f"the function's answer {found!r}" if callable(average) else repr(average)
-        raise wrong(op, "average", "'mean', 'radial' or a function that returns one of them", place)
+        expected = "'mean', 'radial' or a function that returns one of them"
+        raise wrong(op, "average", expected, f"the function's answer {found!r}")
     return found
 
 
@@ -213,9 +213,8 @@ class Moves:
     def follow(self, own: PyTree, outer: PyTree, base: PyTree) -> PyTree:
         """Returns own + (outer - base), or the outer parameters if that isn't finite."""
         take = self.packing.trained.take
-        moved = jax.tree_util.tree_map(
-            lambda x, new, old: (wide(x) + (wide(new) - wide(old))).astype(x.dtype), take(own), take(outer), take(base)
-        )
+        add = lambda x, new, old: (wide(x) + (wide(new) - wide(old))).astype(x.dtype)
+        moved = jax.tree_util.tree_map(add, take(own), take(outer), take(base))
         return self.packing.trained.put(own, choose(finite(moved), moved, take(outer)))
 
 

@@ -45,7 +45,7 @@ class HFA(Diloco):
     _every: ClassVar[str] = "k1 * k2"
 
     def __post_init__(self) -> None:
-        for name in ("k1", "k2", "fragments"):
+        for name in ("k1", "k2"):
             check_integer(self.op, name, getattr(self, name), 1)
         object.__setattr__(self, "every", self.k1 * self.k2)
         super().__post_init__()
