@@ -68,7 +68,7 @@ class Patch:
             raise expected(f"a patch of format {_FORMAT}", f"one of format {version}", remedy)
         if length != len(data):
             raise expected(f"{length} bytes, as their header says", len(data), again)
-        if (found := _digest(data)) != digest:
+        if (found := engine.digest_of(np.frombuffer(data, np.uint8)[_DIGESTED:])) != digest:
             raise expected(f"bytes with the digest {digest:016x}", f"bytes with {found:016x}", again)
         return cls(data, old, new)
 
@@ -277,7 +277,3 @@ def _checksum(leaves: Sequence[tuple[KeyPath, Any]], digests: list[int]) -> int:
     for digest in digests:
         state = mix(state + digest & MASK)
     return state
-
-
-def _digest(data: bytes) -> int:
-    return engine.digest_of(np.frombuffer(data, np.uint8)[_DIGESTED:])

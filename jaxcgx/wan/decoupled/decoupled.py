@@ -94,10 +94,9 @@ class Decoupled:
     secret: str = ""
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)
         count = len(self.hosts)
         check_integer(OF, "place", self.place, 0, count - 1)
-        put("outer", as_optimizer(OF, self.outer))
+        object.__setattr__(self, "outer", as_optimizer(OF, self.outer))
         check_integer(OF, "every", self.every, 1)
         check_integer(OF, "quorum", self.quorum, 1, count)
         check_number(OF, "grace", self.grace, lambda x: x >= 0, "seconds, at least 0")
@@ -112,7 +111,7 @@ class Decoupled:
         check_flag(OF, "keep", self.keep)
         check_integer(OF, "seed", self.seed)
         check_type(OF, "secret", self.secret, str, "a string")
-        put("plan", as_outer_plan(OF, self.plan, self.keep))
+        object.__setattr__(self, "plan", as_outer_plan(OF, self.plan, self.keep))
 
     @property
     def hosts(self) -> list[tuple[str, int]]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_number, wrong
+from jaxcgx.checks import check_number, check_positive, wrong
 from jaxcgx.plan import Plan
 from jaxcgx.plan.plan import as_phases
 from jaxcgx.train.feedback import TINY, warn_of_loss
@@ -78,7 +78,7 @@ def matched_nesterov(rate: float = 1.0, momentum: float = 0.9, rho: float = 0.0)
       rho: the correlation of outer gradients from round to round, above -1 and below 1. The metric `rho` measures it.
     """
     op = "matched_nesterov"
-    check_number(op, "rate", rate, lambda x: x > 0, "a positive number")
+    check_positive(op, "rate", rate)
     check_number(op, "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     check_number(op, "rho", rho, lambda x: -1 < x < 1, "a number above -1 and below 1")
     return import_optax(op).sgd(rate / (1 + momentum / (1 - momentum * rho)), momentum=momentum, nesterov=True)
