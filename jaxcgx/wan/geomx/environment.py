@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxcgx.checks import check_type, is_integer, unexpected, warn
+from jaxcgx.checks import check_type, is_integer, unexpected, warn, wrong
 from jaxcgx.codecs import Codec, Raw
 from jaxcgx.plan import Plan
 from jaxcgx.plan.environment import FLAG, Texts, parse
@@ -125,9 +125,8 @@ def from_env(environ: Mapping[str, str] | None = None, exchange: AnyExchange = R
             raise unexpected(f"{OP}: variable {name}", f"a plan with {name}", type(exchange).__name__, "unset one")
     if "MXNET_KVSTORE_SIZE_LOWER_BOUND" in environ:
         exchange = _bounded(exchange, said["MXNET_KVSTORE_SIZE_LOWER_BOUND"])
-    found: Any = exchange
     if said["MXNET_KVSTORE_USE_HFA"]:
-        found = HFA(exchange, said["MXNET_KVSTORE_HFA_K1"], said["MXNET_KVSTORE_HFA_K2"])
+        found: Any = HFA(exchange, said["MXNET_KVSTORE_HFA_K1"], said["MXNET_KVSTORE_HFA_K2"])
     elif said["ENABLE_DGT"]:
         k = said["DMLC_K"]
         # GeoMX has no variable for the smallest share. It uses 0.2 with its default k of 0.8.
@@ -163,17 +162,16 @@ def _read(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check_overlaid(exchange: Any) -> None:
+    where = "where ENABLE_INTER_TS or MultiGPS chooses the overlay"
     taken = {field.name for field in dataclasses.fields(exchange) if field.init} & {"plan", "schedule"}
     if not taken:
-        expected = (
-            "a codec, a plan or an exchange that takes one, where ENABLE_INTER_TS or MultiGPS chooses the overlay"
-        )
-        raise unexpected(f"{OP}: argument 'exchange'", expected, type(exchange).__name__, "unset the variables")
+        expected = f"a codec, a plan or an exchange that takes one, {where}"
+        raise wrong(OP, "exchange", expected, type(exchange).__name__, "unset the variables")
     plans = [exchange] if "schedule" in taken else [plan for _, plan in as_phases(OP, exchange.plan)]
     for plan in plans:
         if plan.schedule != "auto":
-            expected = 'the schedule "auto", where ENABLE_INTER_TS or MultiGPS chooses the overlay'
-            raise unexpected(f"{OP}: argument 'exchange'", expected, repr(plan.schedule), "leave the schedule out")
+            expected = f'the schedule "auto", {where}'
+            raise wrong(OP, "exchange", expected, repr(plan.schedule), "leave the schedule out")
 
 
 def _bounded(exchange: Any, bound: int) -> Any:
