@@ -122,12 +122,10 @@ class Diloco:
 
     @property
     def op(self) -> str:
-        """The name that errors have."""
         return type(self).__name__
 
     @property
     def alone(self) -> bool:
-        """Whether each rank trains its own parameters."""
         return False
 
     @property

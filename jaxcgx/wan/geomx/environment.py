@@ -69,7 +69,6 @@ class Overlaid(ForMesh):
     greed: float | None  # that of the `Topology` that chooses the overlay (TSEngine); None: owners in equal parts
 
     def steps(self, mesh: Any, axis: AxisName, make: Callable[[Any], Any]) -> Any:
-        """Returns the functions of a training loop. `make` makes those with an exchange or rounds."""
         ranks = check_type(OP, "mesh", mesh, Mesh, "a jax.sharding.Mesh").shape[axis_names(axis)[0]]
         if self.owners is not None and self.owners > ranks:
             expected = f"1 to {ranks}, the number of centers"
