@@ -86,7 +86,7 @@ class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
         every: float | None = 0.5,
         timeout: float = 600.0,
     ) -> None:
-        leaves, self._structure = jax.tree_util.tree_flatten_with_path(like)
+        leaves, self._structure = jax.tree.flatten_with_path(like)
         for path, x in leaves:
             if not (hasattr(x, "shape") and hasattr(x, "dtype")):
                 expected = "arrays or jax.ShapeDtypeStructs"

@@ -97,7 +97,7 @@ def encode(old: PyTree, new: PyTree) -> Patch:
       new: a tree with the same structure, shapes and dtypes.
     """
     before, after = leaves_of("patch.encode", "old", old), leaves_of("patch.encode", "new", new)
-    here, there = jax.tree_util.tree_structure(old), jax.tree_util.tree_structure(new)
+    here, there = jax.tree.structure(old), jax.tree.structure(new)
     if here != there:
         raise wrong("patch.encode", "new", f"the structure of 'old', {here}", there)
     for (path, x), (_, y) in zip(before, after):
@@ -137,7 +137,7 @@ def apply(old: PyTree, patch: Patch, *, donate: bool = False) -> PyTree:
     for _, x in leaves if donate else ():
         if isinstance(x, jax.Array):
             x.delete()  # also if JAX has copied it
-    return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(old), [new for new, *_ in made])
+    return jax.tree.unflatten(jax.tree.structure(old), [new for new, *_ in made])
 
 
 def _digests(leaves: Sequence[tuple[KeyPath, Any]]) -> list[int]:
@@ -221,7 +221,7 @@ def _parts(data: bytes, leaves: Sequence[tuple[KeyPath, Any]]) -> tuple[list[mem
 
 def leaves_of(function: str, argument: str, tree: PyTree) -> Sequence[tuple[KeyPath, Any]]:
     """Returns the paths and leaves of a tree, and checks that their bits can be read here."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = jax.tree.flatten_with_path(tree)[0]
     for path, x in leaves:
         expected, remedy = _wanted(x)
         if expected:

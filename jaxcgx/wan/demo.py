@@ -107,14 +107,14 @@ class Demo:
     def init(self, params: Params) -> ExchangeState:
         check_real(OP, "params", params)
         # The part of the momentum that hasn't been sent yet, in float32.
-        zeros = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         return ExchangeState(Carry(momentum=zeros), None)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[PyTree, ExchangeState]:
         return grads, state
 
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
-        leaves, tree = jax.tree_util.tree_flatten(ticket)
+        leaves, tree = jax.tree.flatten(ticket)
         blocks = [CosineBlocks(x.shape, self.side) for x in leaves]
         kept: list[jax.Array] = []
         payloads: list[jax.Array] = []

@@ -200,9 +200,9 @@ class Member(contextlib.AbstractContextManager["Member"]):
     """
 
     def __init__(self, given: Decoupled, params: Params, state: DecoupledState | None) -> None:
-        params = jax.tree_util.tree_map_with_path(lambda path, x: as_array(OP, "params", x, path), params)
+        params = jax.tree.map_with_path(lambda path, x: as_array(OP, "params", x, path), params)
         check_real(OP, "params", params)
-        for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+        for path, x in jax.tree.flatten_with_path(params)[0]:
             if not (x.is_fully_addressable or x.is_fully_replicated):
                 raise wrong(OP, "params", "parameters that every process has whole", "shards", path=path)
         self._given = given
@@ -263,7 +263,7 @@ class Member(contextlib.AbstractContextManager["Member"]):
         check_positive("Member.step", "tokens", tokens)
         self._steps, self._tokens, self.waited = self._steps + 1, self._tokens + float(tokens), 0.0
         acts = {_Act.SEND: self._send, _Act.MOVE: self._move, _Act.ADOPT: self._adopt}
-        params, placed = on_auto_axes(jax.tree_util.tree_map(jnp.asarray, params))
+        params, placed = on_auto_axes(jax.tree.map(jnp.asarray, params))
         while (act := self._agreed(self._next())) != _Act.GO_ON:
             params = acts[act](params)
         return placed(params)
@@ -360,7 +360,7 @@ class Member(contextlib.AbstractContextManager["Member"]):
                 self._held = held._replace(patches=_longer(before, held))
 
     def _common(self, version: Version, outer: Params, optimizer: PyTree, merged: np.ndarray) -> CommonState:
-        arrays = jax.tree_util.tree_leaves((self._moves.packing.trained.take(outer), optimizer))
+        arrays = jax.tree.leaves((self._moves.packing.trained.take(outer), optimizer))
         return CommonState(version, outer, optimizer, arrays=arrays, merged=merged)
 
     def _terms(self) -> Terms:
@@ -370,11 +370,11 @@ class Member(contextlib.AbstractContextManager["Member"]):
             for leaf in packing.leaves
         }
         # Frozen parameters are never sent. So each center must begin with the same ones.
-        for (path, x), at in zip(jax.tree_util.tree_flatten_with_path(held.outer)[0], packing.trained.rows):
+        for (path, x), at in zip(jax.tree.flatten_with_path(held.outer)[0], packing.trained.rows):
             if at is None:
                 check = number_of(self._moves.checksums(x, ()))
                 leaves[spell_path(path)] = f"{spell_array(x)}, frozen, with the checksum {check:016x}"
-        for path, x in jax.tree_util.tree_flatten_with_path(held.optimizer)[0]:
+        for path, x in jax.tree.flatten_with_path(held.optimizer)[0]:
             leaves[f"outer state {jax.tree_util.keystr(path)}"] = spell_array(x)
         options = {
             "addresses": ", ".join(given.addresses),
@@ -418,12 +418,12 @@ def _checked(state: DecoupledState, fresh: DecoupledState) -> DecoupledState:
     remedy = "give Decoupled the same outer optimizer and plan, and join the parameters, as when the state was saved"
     _check_like(OP, "state.optimizer", state.optimizer, fresh.optimizer, remedy=remedy)
     _check_like(OP, "state.residuals", residuals, fresh.residuals, remedy=remedy)
-    return DecoupledState(number, merged, *jax.tree_util.tree_map(jnp.asarray, (state.optimizer, residuals)))
+    return DecoupledState(number, merged, *jax.tree.map(jnp.asarray, (state.optimizer, residuals)))
 
 
 def _check_like(function: str, argument: str, given: PyTree, wanted: PyTree, remedy: str = "") -> None:
     """Checks that an argument has the structure, shapes and dtypes of the tree `wanted`."""
-    (found, structure), (right, expected) = map(jax.tree_util.tree_flatten_with_path, (given, wanted))
+    (found, structure), (right, expected) = map(jax.tree.flatten_with_path, (given, wanted))
     if structure != expected:
         raise wrong(function, argument, f"the structure {expected}", structure, remedy)
     for (path, x), (_, y) in zip(found, right):
@@ -446,7 +446,7 @@ def _named(contribution: Contribution) -> tuple[int, int]:
 
 def _from_bytes(like: PyTree, body: np.ndarray) -> PyTree:
     """Returns a tree of arrays from their bytes, with the shapes, dtypes and shardings of the tree `like`."""
-    leaves, structure = jax.tree_util.tree_flatten(like)
+    leaves, structure = jax.tree.flatten(like)
     parts = np.split(body, np.cumsum([x.nbytes for x in leaves])[:-1])
     arrays = [part.view(x.dtype).reshape(x.shape) for x, part in zip(leaves, parts)]
     return put_like(like, structure.unflatten(arrays))

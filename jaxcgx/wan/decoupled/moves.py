@@ -64,7 +64,7 @@ class Packing:
     @classmethod
     def of(cls, op: str, plan: Plan, params: PyTree, average: Any) -> Self:
         routes, found = Routes.of(op, plan, params), list[Packed]()
-        for x, route in zip(jax.tree_util.tree_leaves(params), routes.leaves):
+        for x, route in zip(jax.tree.leaves(params), routes.leaves):
             if route.skipped:
                 continue
             if not isinstance(route.codec, Codec):
@@ -87,7 +87,7 @@ class Packing:
 
     def pack(self, moved: PyTree, key: jax.Array | None) -> tuple[jax.Array, PyTree]:
         """Returns (uint8[bytes], the tree that other centers decode from it) for the outer gradients `moved`."""
-        values, tree = jax.tree_util.tree_flatten(moved)
+        values, tree = jax.tree.flatten(moved)
         keys = [fold(key, i) if leaf.codec.stochastic else None for i, leaf in enumerate(self.leaves)]
         rows = [encode(x, leaf.codec, k) for x, leaf, k in zip(values, self.leaves, keys)]
         row = jnp.concatenate([jnp.zeros(0, jnp.uint8), *rows])
@@ -101,19 +101,18 @@ class Packing:
         def add(total: PyTree, given: PyTree) -> tuple[PyTree, None]:
             row, weight = given
             parts = self._unpack(row)
-            added = jax.tree_util.tree_map(jnp.add, total, self._terms(parts, weight))
+            added = jax.tree.map(jnp.add, total, self._terms(parts, weight))
             return choose(finite(parts), added, total), None
 
         def step(total: PyTree, given: PyTree) -> tuple[PyTree, None]:
             return jax.lax.cond(given[1] > 0, add, lambda total, _: (total, None), total, given)
 
         zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf in self.leaves]
-        start = jax.tree_util.tree_map(jnp.zeros_like, self._terms(zeros, jnp.float32(0)))
+        start = jax.tree.map(jnp.zeros_like, self._terms(zeros, jnp.float32(0)))
         (weight, norms, sums), _ = jax.lax.scan(step, start, (rows, weights))
         least = jnp.maximum(weight, TINY)
-        means = [
-            _unit(x) * (norm / least) if leaf.radial else x / least for leaf, norm, x in zip(self.leaves, norms, sums)
-        ]
+        each = zip(self.leaves, norms, sums)
+        means = [_unit(x) * (norm / least) if leaf.radial else x / least for leaf, norm, x in each]
         return means, weight > 0
 
     def _terms(self, parts: list[jax.Array], weight: jax.Array) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
@@ -159,14 +158,14 @@ class Moves:
 
     def rule(self, outer: PyTree, state: PyTree) -> str:
         """Returns a digest of the outer optimizer's update for such parameters and state."""
-        shapes = jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, state))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (outer, state))
         before = self.packing.trained.take(shapes[0])
         return _programs.digest_of(self.optimizer.update, before, shapes[1], before)
 
     @_program
     def copy(self, tree: PyTree) -> PyTree:
         """Returns a copy of a tree in new memory, because a step may donate its arguments."""
-        return jax.tree_util.tree_map(jnp.copy, tree)
+        return jax.tree.map(jnp.copy, tree)
 
     @_program
     def encode(
@@ -175,22 +174,22 @@ class Moves:
         """Returns (bytes of the outer gradient, a copy of the own parameters, residuals if it counts in the round)."""
         # The noise depends on `numbers`, the center's place and the round.
         take = self.packing.trained.take
-        moved = jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), take(outer), take(own))
+        moved = jax.tree.map(lambda x, y: wide(x) - wide(y), take(outer), take(own))
         if residuals is not None:
-            moved = jax.tree_util.tree_map(jnp.add, moved, residuals)
+            moved = jax.tree.map(jnp.add, moved, residuals)
         row, arrives = self.packing.pack(moved, fold(jnp.array([0, self.seed], jnp.uint32), *numbers))
         if residuals is not None:
-            lost = jax.tree_util.tree_map(jnp.subtract, moved, arrives)
+            lost = jax.tree.map(jnp.subtract, moved, arrives)
             residuals = choose(finite(lost), lost, residuals)
-        return row, jax.tree_util.tree_map(jnp.copy, own), residuals
+        return row, jax.tree.map(jnp.copy, own), residuals
 
     def move(self, outer: PyTree, state: PyTree, rows: Array, weights: Array) -> tuple[PyTree, PyTree, Array]:
         """Returns (the outer parameters after a round, the outer optimizer's state, checksums of both)."""
         # The sums are computed on one device, because their order, and so their rounding, depends on shardings. The
         # results have the shardings of the arguments.
         before = self.packing.trained.take(outer), state
-        whole = jax.tree_util.tree_map(np.asarray, before)
-        *found, checksums = jax.tree_util.tree_map(np.asarray, self._move(*whole, rows, weights))
+        whole = jax.tree.map(np.asarray, before)
+        *found, checksums = jax.tree.map(np.asarray, self._move(*whole, rows, weights))
         trained, state = put_like(before, tuple(found))
         return self.packing.trained.put(outer, trained), state, checksums
 
@@ -200,27 +199,27 @@ class Moves:
     ) -> tuple[PyTree, PyTree, jax.Array]:
         """Returns (the trained outer parameters, the state, checksums)."""
         means, some = self.packing.average(rows, weights)
-        mean = jax.tree_util.tree_structure(before).unflatten(means)
+        mean = jax.tree.structure(before).unflatten(means)
         trained, after, _ = outer_step(self.optimizer, before, state, mean)
         trained, state = choose(some, (trained, after), (before, state))
         return trained, state, self.checksums(trained, state)
 
     @_program
     def checksums(self, trained: PyTree, state: PyTree) -> jax.Array:
-        return jnp.stack([jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree_util.tree_leaves((trained, state)))])
+        return jnp.stack([jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree.leaves((trained, state)))])
 
     @_program
     def follow(self, own: PyTree, outer: PyTree, base: PyTree) -> PyTree:
         """Returns own + (outer - base), or the outer parameters if that isn't finite."""
         take = self.packing.trained.take
         add = lambda x, new, old: (wide(x) + (wide(new) - wide(old))).astype(x.dtype)
-        moved = jax.tree_util.tree_map(add, take(own), take(outer), take(base))
+        moved = jax.tree.map(add, take(own), take(outer), take(base))
         return self.packing.trained.put(own, choose(finite(moved), moved, take(outer)))
 
 
 def put_like(like: PyTree, tree: PyTree) -> PyTree:
     """Returns a tree of NumPy arrays as JAX arrays with the shardings of those in the tree `like`."""
-    return jax.tree_util.tree_map(lambda x, value: place(value, sharding_of(x)), like, tree)
+    return jax.tree.map(lambda x, value: place(value, sharding_of(x)), like, tree)
 
 
 def on_auto_axes(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
@@ -232,11 +231,9 @@ def on_auto_axes(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
         mesh = at.mesh.update(axis_types=(AxisType.Auto,) * len(at.mesh.axis_names))
         return jax.device_put(x, NamedSharding(mesh, at.spec, memory_kind=at.memory_kind))
 
-    shardings = jax.tree_util.tree_map(lambda x: x.sharding, tree)
-    back = lambda new: jax.tree_util.tree_map(
-        lambda at, x: jax.device_put(x, at) if _explicit(at) else x, shardings, new
-    )
-    return jax.tree_util.tree_map(on_auto, tree), back
+    shardings = jax.tree.map(lambda x: x.sharding, tree)
+    put = lambda at, x: jax.device_put(x, at) if _explicit(at) else x
+    return jax.tree.map(on_auto, tree), functools.partial(jax.tree.map, put, shardings)
 
 
 def _explicit(sharding: Sharding) -> TypeGuard[NamedSharding]:

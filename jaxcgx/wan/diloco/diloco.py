@@ -288,14 +288,14 @@ class Turn:
         own = OfCenter(zeros(carry.residuals), params if how.eager else None, None)
         if self._crosses:
             ticket = jax.eval_shape(self._send, params, moved, ExchangeState(own, shared))
-            own = own._replace(waiting=Waiting(jnp.zeros((), bool), zeros(jax.tree_util.tree_leaves(ticket))))
+            own = own._replace(waiting=Waiting(jnp.zeros((), bool), zeros(jax.tree.leaves(ticket))))
         return ExchangeState(own, shared)
 
     def begin(self, outer: Params, own: Params, state: ExchangeState) -> ExchangeState:
         """Begins the exchange of outer gradients. It also ends the exchange if this can't go on in later steps."""
         begun = self._send(outer, self._moved(outer, own, state), state)
         if self._crosses:
-            waiting = Waiting(jnp.ones((), bool), jax.tree_util.tree_leaves(begun))
+            waiting = Waiting(jnp.ones((), bool), jax.tree.leaves(begun))
             return ExchangeState(state.own._replace(waiting=waiting), state.shared)
         mean, state = self._receive(begun, state)
         return ExchangeState(state.own, state.shared._replace(waiting=Waiting(jnp.ones((), bool), mean)))
@@ -310,7 +310,7 @@ class Turn:
         new = after
         if weight := self.how.alpha:
             mix = lambda x, y: (weight * wide(x) + (1 - weight) * wide(y)).astype(x.dtype)
-            new = choose(good, jax.tree_util.tree_map(mix, own, after), after)
+            new = choose(good, jax.tree.map(mix, own, after), after)
         new = choose(begun, new, own)
         if self.how.eager:  # `finish` ends the last round
             state = ExchangeState(state.own._replace(start=choose(begun, new, state.own.start)), state.shared)
@@ -327,7 +327,7 @@ class Turn:
         moved = self._moved(outer, own, state)
         mean, begun, done = self._arrived(outer, state)
         after, done = self._move(outer, done, mean, begun & finite(mean))
-        part = jax.tree_util.tree_map(lambda d: d / jax.lax.axis_size(self.net.names[0]), moved)
+        part = jax.tree.map(lambda d: d / jax.lax.axis_size(self.net.names[0]), moved)
         ahead, *_ = outer_step(self.how.optimizer, after, done.shared.outer, part)
         start = choose(finite(moved), ahead, after)
         done = self.begin(outer, own, done)
@@ -335,7 +335,7 @@ class Turn:
 
     def _moved(self, outer: Params, own: Params, state: ExchangeState) -> PyTree:
         start = outer if state.own.start is None else state.own.start
-        return jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), start, own)
+        return jax.tree.map(lambda x, y: wide(x) - wide(y), start, own)
 
     def _routes(self, part: PyTree) -> Routes:
         """Returns the routes of a fragment. Inside a center, codecs that aren't given by axis leave arrays raw."""
@@ -349,7 +349,7 @@ class Turn:
         residuals, shared = state.own.residuals, state.shared
         if inner := self.net.names[1:]:
             first = jax.lax.axis_index(inner) == 0
-            of_first = lambda tree: jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), tree)
+            of_first = lambda tree: jax.tree.map(lambda x: jnp.where(first, x, 0), tree)
             moved, residuals = of_first(moved), residuals if self.how.alone else of_first(residuals)
         moved, residuals, unseen = self._split(outer, moved, residuals)
         carry = Carry(residuals, factors=shared.factors)
@@ -359,7 +359,7 @@ class Turn:
 
     def _split(self, outer: Params, moved: PyTree, residuals: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """Returns (outer gradients to send, the residuals to add to them, what the forward pass wouldn't see)."""
-        dtype, each = self.how.forward, jax.tree_util.tree_map
+        dtype, each = self.how.forward, jax.tree.map
         if dtype is None:
             return moved, residuals, None
         total = each(lambda d, r: d if r is None else d + r, moved, residuals)
@@ -373,7 +373,7 @@ class Turn:
     def _receive(self, begun: Begun, state: ExchangeState) -> tuple[PyTree, ExchangeState]:
         """Ends an exchange. Returns (mean, state)."""
         # Residuals are multiplied by `decay`. If the mean isn't finite, the state stays as it is.
-        own, shared, each = state.own, state.shared, jax.tree_util.tree_map
+        own, shared, each = state.own, state.shared, jax.tree.map
         ticket, carry, unseen = begun
         mean, carry = end(ticket, carry)
         residuals = carry.residuals
@@ -398,11 +398,11 @@ class Turn:
             waiting = shared.waiting._replace(begun=jnp.zeros((), bool))
             return mean, begun, ExchangeState(own, shared._replace(waiting=waiting))
         none = wide_zeros(outer)
-        tree = jax.tree_util.tree_structure(jax.eval_shape(self._send, outer, none, state))
+        tree = jax.tree.structure(jax.eval_shape(self._send, outer, none, state))
 
         def receive() -> tuple[PyTree, ExchangeState]:
             mean, done = self._receive(tree.unflatten(own.waiting.arrays), state)
-            waiting = jax.tree_util.tree_map(jnp.zeros_like, own.waiting)
+            waiting = jax.tree.map(jnp.zeros_like, own.waiting)
             return mean, ExchangeState(done.own._replace(waiting=waiting), done.shared)
 
         mean, state = jax.lax.cond(own.waiting.begun, receive, lambda: (none, state))

@@ -74,7 +74,7 @@ class HFA(Diloco):
         if act.part >= 0:
             return super().act(act, outer, own, state=state, at=at)
         inside = Axes(at.net.names[1:])  # the ranks of a center
-        return outer, jax.tree_util.tree_map(inside.plain_pmean, own), state
+        return outer, jax.tree.map(inside.plain_pmean, own), state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,16 +18,15 @@ class Fragment(NamedTuple):
 
     def take(self, tree: PyTree) -> PyTree:
         """Returns this part of a tree. Leaves without rows in this fragment are None."""
-        leaves, structure = jax.tree_util.tree_flatten(tree)
+        leaves, structure = jax.tree.flatten(tree)
         rows = [None if at is None else x if at == _WHOLE else x[at] for x, at in zip(leaves, self.rows)]
         return structure.unflatten(rows)
 
     def put(self, tree: PyTree, part: PyTree) -> PyTree:
-        leaves, structure = jax.tree_util.tree_flatten(tree)
+        leaves, structure = jax.tree.flatten(tree)
         new = structure.flatten_up_to(part)
-        return structure.unflatten(
-            [x if at is None else y if at == _WHOLE else x.at[at].set(y) for x, at, y in zip(leaves, self.rows, new)]
-        )
+        rows = [x if at is None else y if at == _WHOLE else x.at[at].set(y) for x, at, y in zip(leaves, self.rows, new)]
+        return structure.unflatten(rows)
 
 
 _WHOLE = slice(None)
@@ -44,8 +43,8 @@ def cut(op: str, params: Params, skipped: PyTree, number: int) -> tuple[Fragment
     """Divides the parameters into `number` fragments. Each piece goes to the fragment with the fewest bytes so far."""
     # A leaf with more bytes than an equal share is cut into pieces along its first dimension. The result depends on
     # shapes and dtypes, not on values. Parameters that are `skipped` are in no fragment.
-    leaves = jax.tree_util.tree_leaves(params)
-    frozen = jax.tree_util.tree_leaves(skipped)
+    leaves = jax.tree.leaves(params)
+    frozen = jax.tree.leaves(skipped)
     sizes = [0 if skip else x.size * x.dtype.itemsize for x, skip in zip(leaves, frozen)]
     share = max(sum(sizes) / number, 1)
     pieces: list[_Piece] = []
@@ -77,8 +76,8 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def wide_zeros(tree: PyTree) -> PyTree:
-    return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
 
 def finite(tree: PyTree) -> jax.Array:
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree_util.tree_leaves(tree)]).all()
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()

@@ -45,7 +45,7 @@ def init_outer(op: str, outer: "optax.GradientTransformation", params: Params) -
     is_exchange = lambda x: isinstance(x, ExchangeState)
     try:
         state = outer.init(params)
-        rows = any(map(is_exchange, jax.tree_util.tree_leaves(state, is_leaf=is_exchange)))
+        rows = any(map(is_exchange, jax.tree.leaves(state, is_leaf=is_exchange)))
     except UnknownRanksError:  # in Decoupled, where no axis of ranks is in sight
         state, rows = None, True
     if rows:
@@ -61,7 +61,7 @@ def outer_step(
     """Returns (the outer parameters, the optimizer's state, its update) after a step with a mean of outer gradients."""
     from optax import apply_updates  # an optional dependency
 
-    mean = jax.tree_util.tree_map(lambda d, x: d.astype(x.dtype), mean, params)
+    mean = jax.tree.map(lambda d, x: d.astype(x.dtype), mean, params)
     step, state = outer.update(mean, state, params)
     return apply_updates(params, step), state, step
 
@@ -106,5 +106,5 @@ class OuterTelemetry(NamedTuple):
 
 
 def _dot(x: PyTree, y: PyTree) -> jax.Array:
-    products = jax.tree_util.tree_map(lambda a, b: (wide(a) * wide(b)).sum(), x, y)
-    return jax.tree_util.tree_reduce(jnp.add, products, jnp.zeros((), jnp.float32))
+    products = jax.tree.map(lambda a, b: (wide(a) * wide(b)).sum(), x, y)
+    return jax.tree.reduce(jnp.add, products, jnp.zeros((), jnp.float32))

@@ -232,9 +232,8 @@ class Differential:
             first_loss=jnp.zeros((), jnp.float32) if adapts else None,
             level=jnp.zeros((), jnp.int32) if adapts else None,
         )
-        return ExchangeState(
-            Unsent(tree(residuals), tree(each(pend, blocks, first.leaves)) if defers else None), shared
-        )
+        own = Unsent(tree(residuals), tree(each(pend, blocks, first.leaves)) if defers else None)
+        return ExchangeState(own, shared)
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Late | None, ExchangeState]:
         """Begins the exchange of the blocks that the last step deferred, if it needs no conditional."""
@@ -321,7 +320,7 @@ class Transmission:
         """Returns the turn, which waits for the arrays of a tree."""
         # A batched `turn` would make vmap run all branches of a conditional. So it waits for one row of them alone.
         first = lambda x: _any_row(x.reshape(-1)[:1])
-        return after(jax.tree_util.tree_map(first, tree), self.turn)
+        return after(jax.tree.map(first, tree), self.turn)
 
     def _level(self, loss: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
         """Returns (the first loss, the index of this step's share), or (None, None) if the share isn't adaptive."""
@@ -359,9 +358,8 @@ class Transmission:
             return found
         row = after(behind, jnp.concatenate(present))  # all leaves in one small message
         # Each rank of a center sends its share of the center's sum to the other centers.
-        mean, _ = reduce(
-            row, Carry(), Routes.of(OP, Plan.every(Raw()), row, [self._outermost(Raw())]).over(self.at.net), None
-        )
+        routes = Routes.of(OP, Plan.every(Raw()), row, [self._outermost(Raw())])
+        mean, _ = reduce(row, Carry(), routes.over(self.at.net), None)
         ends = itertools.accumulate(0 if x is None else x.size for x in found)
         parts = each(lambda x, end: mean[end - x.size : end], found, list(ends))
         return each(average, self.leaves_of(self.shared.contributions), parts)

@@ -89,7 +89,7 @@ class MixedSync:
 
     def init(self, params: Params) -> ExchangeState:
         inner = self.exchange.init(params)
-        zeros = lambda: [jax.tree_util.tree_map(jnp.zeros_like, params) for _ in range(self.staleness)]
+        zeros = lambda: [jax.tree.map(jnp.zeros_like, params) for _ in range(self.staleness)]
         return ExchangeState(Held(zeros(), inner.own), Delayed(zeros(), jnp.zeros((), jnp.int32), inner.shared))
 
     def begin(self, grads: PyTree, state: ExchangeState, at: At) -> tuple[Any, ExchangeState]:
@@ -112,8 +112,8 @@ class MixedSync:
             moved = (now - then).astype(g.dtype)
             return jnp.where(waited, g + jnp.asarray(self.compensation, g.dtype) * g * g * moved, 0)
 
-        late = jax.tree_util.tree_map(compensate, mean, at.params, shared.params[0])
-        new = jax.tree_util.tree_map(lambda g, old: g.astype(old.dtype), grads, held.grads[0])
+        late = jax.tree.map(compensate, mean, at.params, shared.params[0])
+        new = jax.tree.map(lambda g, old: g.astype(old.dtype), grads, held.grads[0])
         held = held._replace(grads=[*held.grads[1:], new])
         count = jnp.minimum(shared.waited + 1, self.staleness)
         shared = shared._replace(params=[*shared.params[1:], at.params], waited=count)

@@ -275,9 +275,8 @@ class Topology:
 
         spec = P(tuple(self._mesh.axis_names))
         sharding = NamedSharding(self._mesh, spec)
-        ones = jax.make_array_from_callback(
-            (self._mesh.size * self._probe_bytes,), sharding, lambda _: np.ones(self._probe_bytes, np.uint8)
-        )
+        part = np.ones(self._probe_bytes, np.uint8)
+        ones = jax.make_array_from_callback((self._mesh.size * part.size,), sharding, lambda _: part)
         run = jax.jit(jax.shard_map(body, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False))
         return lambda: jax.block_until_ready(run(ones))
 
