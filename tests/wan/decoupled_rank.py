@@ -27,10 +27,9 @@ def train(params, member):
     return digest(member.params)
 
 
-def join(addresses, place, params, **options):
-    return cgx.wan.Decoupled(
-        addresses=addresses, place=place, every=2, plan=cgx.MaxMin(4), outer="sgd", quorum=2, grace=60, **options
-    ).join(params)
+def join(addresses, place, params):
+    options = dict(every=2, plan=cgx.MaxMin(4), outer="sgd", quorum=2, grace=60)
+    return cgx.wan.Decoupled(addresses=addresses, place=place, **options).join(params)
 
 
 def main():

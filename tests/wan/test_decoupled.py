@@ -237,9 +237,8 @@ def test_like_numpy():
             total = sum(np.float32(w) * (shared[name] - each[name]) for w, each in zip(weights, own))
             moved = np.float32(total / np.float32(sum(weights)))
             velocity[name] = np.float32(0.5 * velocity[name] + moved)
-            shared = shared | {
-                name: np.float32(shared[name] - np.float32(0.5) * (moved + np.float32(0.5) * velocity[name]))
-            }
+            step = moved + np.float32(0.5) * velocity[name]
+            shared = shared | {name: np.float32(shared[name] - np.float32(0.5) * step)}
     for params, member in joined:
         assert member.last == (2, (0, 1, 2))
         for name, x in shared.items():
@@ -541,9 +540,8 @@ def test_missing_centers_are_named():
     with socket.create_server(("127.0.0.1", second.hosts[0][1])) as other:  # not a center: it says nothing
         other.settimeout(LIMIT)
         (told,) = apart(second)
-    assert told.startswith(
-        f"center 0 at {second.addresses[0]}: not reached; center 2 at {second.addresses[2]}: not reac"
-    )
+    addresses = second.addresses
+    assert told.startswith(f"center 0 at {addresses[0]}: not reached; center 2 at {addresses[2]}: not reac")
     (told,) = apart(given[2])
     assert "center 0" in told and "center 1" in told and "refused" in told
 

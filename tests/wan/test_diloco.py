@@ -415,9 +415,8 @@ def test_noise_of_restored_centers(tmp_path):
 
     first, state = make(2).init(normal((8, 16), 4)), make(4).init(normal((8, 16), 4))
     save(tmp_path / "two", first)
-    new, restored = (
-        centers_after_a_step(make(4), given) for given in (state, cgx.restore_state(tmp_path / "two", state))
-    )
+    states = state, cgx.restore_state(tmp_path / "two", state)
+    new, restored = (centers_after_a_step(make(4), each) for each in states)
     np.testing.assert_array_equal(restored, new)
     assert all(np.abs(row - new[0]).max() > 1e-3 for row in new[1:])
 
