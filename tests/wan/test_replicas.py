@@ -88,17 +88,12 @@ def test_replicas_agree(technique, monkeypatch):
         cgx.make_train_step(loss_fn, optimizer, mesh, each, sharding=cgx.Sharding(AXES), **options)
         for each in (exchange if isinstance(exchange, list) else [exchange])
     ]
-    state, seen, k1 = trains[0].init(params), [params["w"]], getattr(exchange, "k1", None)
-    for step, (batch, train) in enumerate(zip(batches, itertools.cycle(trains)), 1):
+    state = trains[0].init(params)
+    for batch, train in zip(batches, itertools.cycle(trains)):
         state, _ = train.step(state, batch)
         whole = sum(x.sharding.is_fully_replicated for x in jax.tree.leaves(state))
         assert whole > len(params), "the optimizer's state has no replicated array"
         assert_same_parts(state)
-        if k1 and step % k1 == 0:  # the ranks of a center have just averaged their parameters
-            for x in jax.tree.leaves(state.exchange.params):
-                first, second = np.asarray(x).reshape(CENTERS, 2, -1).swapaxes(0, 1)
-                np.testing.assert_array_equal(first, second)
-        seen.append(np.asarray(state.params["w"]))
     last = trains[0].finish(state)
     assert_same_parts(last)
-    assert np.abs(np.asarray(last.params["w"]) - seen[0]).max() > 1e-3 and np.isfinite(last.params["w"]).all()
+    assert np.abs(np.asarray(last.params["w"]) - params["w"]).max() > 1e-3 and np.isfinite(last.params["w"]).all()
