@@ -1,4 +1,4 @@
-"""Tests Diloco against NumPy, bit for bit, with every part of it, and what it must never do."""
+"""Tests Diloco and HFA against NumPy, bit for bit, with every part of them, and what they must never do."""
 
 import collections
 import functools
@@ -68,26 +68,27 @@ def parts(state):
 
 
 class Transcription:
-    """DiLoCo of `quadratic` over two centers, with SGD of rate `inner` inside, in NumPy."""
+    """DiLoCo of `quadratic` over two centers, in NumPy. Each of the ranks trains alone, with SGD of rate `inner`."""
 
-    def __init__(self, params=PARAMS, x=X, inner=0.25):
+    def __init__(self, params=PARAMS, x=X, inner=0.25, ranks=2):
         self.x, self.inner = x, inner
         self.outer = {name: np.array(x) for name, x in params.items()}
-        self.own = [{name: np.array(x) for name, x in params.items()} for _ in range(2)]
+        self.own = [{name: np.array(x) for name, x in params.items()} for _ in range(ranks)]
         self.velocity = {name: np.zeros_like(x) for name, x in self.outer.items()}
         self.t = 0
 
     def train(self):
         for m, params in enumerate(self.own):
-            target = self.x[self.t % len(X)].reshape(2, -1, 6)[m].mean(0)
+            target = self.x[self.t % len(X)].reshape(len(self.own), -1, 6)[m].mean(0)
             gradients = {"w": params["w"] - target[:, None], "b": 2 * params["b"], "s": 2 * params["s"]}
             for name, g in gradients.items():
                 params[name] = np.array(params[name] - self.inner * g, np.float32)
         self.t += 1
 
     def moved(self, rows):
-        """Returns the mean of outer gradients of {parameter: rows}."""
-        return {name: sum(self.outer[name][at] - own[name][at] for own in self.own) / 2 for name, at in rows.items()}
+        """Returns the mean of outer gradients of {parameter: rows}, from the first rank of each center."""
+        centers = self.own[:: len(self.own) // 2]
+        return {name: sum(self.outer[name][at] - own[name][at] for own in centers) / 2 for name, at in rows.items()}
 
     def step(self, mean, rows, rate, momentum, alpha=0.0):
         """Does Nesterov's outer step for {parameter: rows}."""
@@ -189,6 +190,27 @@ def test_arrays_are_placed():
     placed = lambda tree: all(isinstance(x, jax.Array) and x.sharding.mesh == mesh_of() for x in jax.tree.leaves(tree))
     for given in (state.replace(params=jax.tree.map(np.asarray, state.params)), jax.tree.map(np.asarray, state)):
         assert placed(train.step(given, X[1])[0])
+
+
+def test_hfa_to_the_bit():
+    """The ranks of a center have the same parameters after each average, and those of all centers after an exchange."""
+    train = trainer(cgx.wan.HFA(cgx.Raw(), k1=2, k2=2), mesh_of(local=2), donate=False)
+    state, expected = train.init(PARAMS), Transcription(ranks=4)
+    for t, x in enumerate(X[:9], 1):
+        state, _ = train.step(state, x)
+        expected.train()
+        for first, second in (expected.own[:2], expected.own[2:]) if t % 2 == 0 else ():
+            for name in PARAMS:
+                first[name] = second[name] = np.array((first[name] + second[name]) / 2)
+        if t % 4 == 0:
+            expected.step(expected.moved(WHOLE), WHOLE, rate=1.0, momentum=0.0)
+        rows = {name: np.stack([own[name] for own in expected.own]) for name in PARAMS}
+        found = state.params, state.exchange.params.rows
+        assert_trees(np.testing.assert_array_equal, found, (expected.outer, rows))
+    traced, other = jax.jit(lambda *args: train.step(*args)), train.init(PARAMS)
+    for x in X[:9]:
+        other, _ = traced(other, x)
+    assert_same_trees(state, other)
 
 
 def test_streaming_to_the_bit():
@@ -441,6 +463,23 @@ def test_centers_of_one_rank_continue_those_of_several(tmp_path):
         restored = cgx.restore_state(tmp_path / f"{old}", make(new).init(PARAMS))
         assert_same_trees(restored, state)
         run(make(new), 1, restored)
+
+
+def test_other_centers_and_ranks_send_what_hfa_held_back(tmp_path):
+    """Residuals count once, however many ranks a center has. With batches of zeros, nothing else is sent."""
+    linear = lambda params, x: (params["w"] * x.mean(0)[:, None] * jnp.arange(4.0)).sum() + params["s"] * x.sum()
+    hfa = cgx.wan.HFA(cgx.Plan(cgx.MaxMin(2, 8), min_size=0), k1=1, k2=1)
+    make = lambda **sizes: trainer(hfa, mesh_with(**sizes), linear, donate=False)
+    state, _ = make(dc=2, local=2).step(make(dc=2, local=2).init(PARAMS), X[0])
+    save(tmp_path / "state", state)
+    held = lambda state: np.asarray(parts(state)[0][0].residuals["w"]).sum(0)
+    assert np.abs(held(state)).max() > 0.01
+    for sizes in dict(dc=2, local=2), dict(dc=2, local=4), dict(dc=4, local=1), dict(dc=3):
+        train = make(**sizes)
+        start = cgx.restore_state(tmp_path / "state", train.init(PARAMS))
+        after, _ = train.step(start, np.zeros((24, 6), np.float32))
+        moved = sizes["dc"] * (np.asarray(start.params["w"]) - np.asarray(after.params["w"]))
+        np.testing.assert_allclose(moved + held(after), held(state), atol=1e-5)
 
 
 def test_an_exchange_in_progress_has_not_begun_on_other_ranks():
