@@ -7,6 +7,7 @@ FORM is
 - streaming, eager: an exchange begins in some step. The last center reaches this step only after the first center has
   done the next step.
 - dies: the last center kills itself in mid-round. The first one prints the error of its step.
+- settings: two centers make trainings whose settings differ, and print the errors of `init`.
 """
 
 import ctypes
@@ -31,6 +32,17 @@ EVERY, FRAGMENTS, OVERLAP = 8, 2, 2
 STEPS = {"streaming": 14, "eager": 22}  # no exchange is in progress after 14 steps. 20 steps have applied residuals
 LIMIT = 400  # seconds
 DIES = 10  # steps of the center that dies. Two exchanges have ended then
+# {name: settings of each center}
+SETTINGS = {
+    "every": [dict(every=10), dict(every=5)],
+    "fragments": [dict(every=4, fragments=2), dict(every=4)],
+    "alpha": [dict(every=4, overlap=1), dict(every=4, overlap=1, alpha=0.5)],
+    "outer": [dict(outer="sgd"), dict(outer="nesterov")],
+    "rate": [dict(outer=optax.sgd(0.5)), dict(outer=optax.sgd(0.25))],
+    "k2": [dict(k1=2, k2=2), dict(k1=2, k2=3)],
+    "form": [dict(k1=2, k2=2), dict(every=4, outer="sgd")],
+    "same": [dict(every=4, outer=optax.adam(0.5)), dict(every=4, outer=optax.adam(0.5))],
+}
 
 
 class Run:
@@ -128,6 +140,22 @@ def end_without(run, last, path):
             return str(error), t, seconds, all(same) and len(same) == len(saved.files)
 
 
+def refused(settings, axis_type=AxisType.Auto):
+    """Returns the error of `init` with these settings, or "none"."""
+    mesh = jax.make_mesh((2,), ("dc",), axis_types=(axis_type,))
+    form, given = (cgx.wan.HFA, {}) if "k1" in settings else (cgx.wan.Diloco, dict(every=500))
+    loss = lambda params, x: ((x @ params["w"]) ** 2).mean()
+    rounds, sharding = form(cgx.Raw(), **given | settings), cgx.Sharding("dc")
+    train = cgx.make_train_step(loss, optax.sgd(0.5), mesh, rounds, sharding=sharding)
+    params = {"w": jnp.ones((6, 4)), "n": jnp.ones(3)}
+    jax.eval_shape(train.init, params)
+    try:
+        train.init(params)
+    except ValueError as error:
+        return str(error)
+    return "none"
+
+
 def main():
     form, *numbers, folder = sys.argv[1:]
     port, rank, centers, local = map(int, numbers)
@@ -135,6 +163,10 @@ def main():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", centers * local, rank)
+    if form == "settings":
+        found = {name: refused(given[rank]) for name, given in SETTINGS.items()}
+        print("RESULT", json.dumps(found | {"explicit": refused({}, AxisType.Explicit)}), flush=True)
+        return
     passed, begins = folder / "passed", EVERY // FRAGMENTS
     run = Run(cgx.Tcp("dc", timeout=LIMIT), centers, local, form)
     if form == "dies":

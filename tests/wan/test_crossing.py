@@ -1,8 +1,9 @@
-"""Tests exchanges between centers over Tcp: they continue during the next steps, with the bits of plain axes."""
+"""Tests centers that are processes. Over Tcp, exchanges continue during the next steps, with the bits of plain axes."""
 
 import pathlib
 
 import pytest
+from errors import check, says
 from helpers import load_script
 from started import free_port, results
 
@@ -34,3 +35,20 @@ def test_a_center_that_dies_in_mid_round(tmp_path, monkeypatch):
     assert "rank 0 waits for rank 1" in error and "has ended or left" in error
     assert script.DIES < step <= script.DIES + 4 and seconds < script.LIMIT
     assert saved and nothing is None
+
+
+def test_settings_that_differ_are_an_error(tmp_path):
+    for rank, found in enumerate(of_two_centers("settings", 1, tmp_path)):
+        assert found, "a rank failed, see above"
+        for name, function, values in (
+            ("every", "Diloco", (10, 5)),
+            ("fragments", "Diloco", (2, 1)),
+            ("alpha", "Diloco", (0.0, 0.5)),
+            ("k2", "HFA", (2, 3)),
+        ):
+            got = f"{values[rank]} in this process and {values[1 - rank]} in process {1 - rank}"
+            check(found[name], says(function, name, got=got, remedy="every process"))
+        for name in ("outer", "rate"):
+            check(found[name], says("Diloco", "outer"))
+        assert "same value in all processes" in found["form"]
+        assert found["same"] == found["explicit"] == "none"
