@@ -151,8 +151,8 @@ def made(path, count, subscriber=True, **options):
     return publisher, follower
 
 
-def file_of(publisher, path, version, anchor=False):
-    return path / str(File(version, publisher._run, anchor))
+def file_of(publisher, path, version):
+    return path / str(File(version, publisher._run, anchor=False))
 
 
 @pytest.mark.parametrize(

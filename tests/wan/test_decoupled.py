@@ -37,10 +37,10 @@ A, B = Version(3, 9, 1), Version(4, 12, 2)
 # Agreement without a network
 
 
-def assembly(place=0, quorum=2, version=A, others=(1, 2)):
-    made = Assembly(place, quorum, grace=5)
-    made.advance(version)
-    made.others = dict.fromkeys(others, version)
+def assembly(place=0, others=(1, 2)):
+    made = Assembly(place, quorum=2, grace=5)
+    made.advance(A)
+    made.others = dict.fromkeys(others, A)
     return made
 
 
@@ -134,7 +134,6 @@ SHAPES = {"w": (6, 4), "embed": (5, 3), "b": (4,)}
 OUTER = [{name: np.float32(normal(shape, 10 + i)) for name, shape in SHAPES.items()} for i in range(4)]
 
 
-@functools.lru_cache
 def averaged(average, spoil=False):
     """Returns the average of OUTER[0] and OUTER[2] with weights 3 and 1. Center 1 doesn't take part."""
     packing = Packing.of("test", cgx.Plan(cgx.Raw()), {n: jnp.zeros(s) for n, s in SHAPES.items()}, average)
@@ -162,8 +161,7 @@ def test_radial_average():
 
 
 def test_an_outer_gradient_that_is_not_finite_does_not_count():
-    for name, found in averaged("mean", spoil=True).items():
-        np.testing.assert_array_equal(found, averaged("mean")[name])
+    assert_same_trees(averaged("mean", spoil=True), averaged("mean"))
 
 
 # Centers as threads
@@ -200,13 +198,10 @@ def steps(params, member, place, count=2, tokens=1):
     return params, member
 
 
-def together(joined, places=(0, 1, 2), count=2, tokens=(1, 1, 1)):
-    """Returns the [(params, member)] after steps of all centers at the same time."""
-    each = [
-        functools.partial(steps, params, member, place, count, tokens[place])
-        for (params, member), place in zip(joined, places)
-    ]
-    return at_once(*each)
+def together(joined, tokens=(1, 1, 1)):
+    """Returns the [(params, member)] after two steps of all centers at the same time."""
+    run = lambda place, params, member: functools.partial(steps, params, member, place, tokens=tokens[place])
+    return at_once(*(run(place, *each) for place, each in enumerate(joined)))
 
 
 def leave(joined):

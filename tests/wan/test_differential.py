@@ -1,7 +1,6 @@
 """Tests differential transmission: what travels when, what is conserved, and what is refused."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 import re
@@ -31,9 +30,8 @@ GRADS = {name: np.asarray(whole_numbers((STEPS, RANKS, *s), i)) for i, (name, s)
 MEANS = {name: g.mean(1) for name, g in GRADS.items()}
 
 
-@functools.lru_cache
-def run(how, losses=None, names=tuple(SHAPES)):
-    """Returns (the updates of every step and rank, the last state), both with a leading axis of the ranks."""
+def updates_of(how, losses=None, names=tuple(SHAPES)):
+    """Returns (the updates of every step, which must be the same on every rank, the last states of all ranks)."""
     given = {name: GRADS[name] for name in names}
 
     def of_rank(grads):
@@ -48,12 +46,8 @@ def run(how, losses=None, names=tuple(SHAPES)):
         state, updates = jax.lax.scan(step, first, (grads, jnp.float32(losses or [1] * STEPS)))
         return updates, state
 
-    return jax.tree.map(np.asarray, jax.jit(jax.vmap(of_rank, in_axes=1, out_axes=0, axis_name="data"))(given))
-
-
-def updates_of(*args, **options):
-    """Returns the updates of every step, which must be the same on every rank."""
-    updates, state = run(*args, **options)
+    run = jax.jit(jax.vmap(of_rank, in_axes=1, out_axes=0, axis_name="data"))
+    updates, state = jax.tree.map(np.asarray, run(given))
     state = types.SimpleNamespace(**state.own._asdict(), **state.shared._asdict())
     for x in jax.tree.leaves(updates):
         np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
