@@ -200,8 +200,8 @@ def steps(params, member, place, count=2, tokens=1):
 
 def together(joined, tokens=(1, 1, 1)):
     """Returns the [(params, member)] after two steps of all centers at the same time."""
-    run = lambda place, params, member: functools.partial(steps, params, member, place, tokens=tokens[place])
-    return at_once(*(run(place, *each) for place, each in enumerate(joined)))
+    runs = [functools.partial(steps, *one, place, tokens=tokens[place]) for place, one in enumerate(joined)]
+    return at_once(*runs)
 
 
 def leave(joined):
