@@ -207,11 +207,11 @@ class Member(contextlib.AbstractContextManager["Member"]):
                 raise wrong(OP, "params", "parameters that every process has whole", "shards", path=path)
         self._given = given
         params, self._placed = on_auto_axes(params)
-        packing = Packing.of("Decoupled", given.plan, params, given.average)
+        packing = Packing.of(OF, given.plan, params, given.average)
         self._moves = Moves(packing, given.outer, given.seed % 2**32)
         outer = self._moves.copy(params)
         trained = packing.trained.take(outer)
-        optimizer = jax.jit(lambda tree: init_outer("Decoupled", given.outer, tree))(trained)
+        optimizer = jax.jit(lambda tree: init_outer(OF, given.outer, tree))(trained)
         fresh = DecoupledState(0, 0, optimizer, jax.jit(wide_zeros)(trained) if given.keep else None)
         number, merged, optimizer, self._residuals = fresh if state is None else _checked(state, fresh)
         version = Version(int(number), int(merged), number_of(self._moves.checksums(trained, optimizer)))
