@@ -645,6 +645,7 @@ ERRORS = {
         (lambda: trainer(FREEZES, mesh_of(2, 2)).init(PARAMS), ValueError, "plan ['b']", "another", "jaxcgx.Skip()"),
     ],
     "make_train_step": [
+        (step_of(mesh_or_comm=mesh_with(dc=2, local=1)), ValueError, "mesh_or_comm", "one with 'local'", "name all"),
         (step_of(sharding=CUT), ValueError, "sharding", "shards", "leave"),
         (step_of(overlap="backward"), ValueError, "overlap", "'backward'", "leave"),
         (step_of(overlap=cgx.Priority()), ValueError, "overlap", "Priority"),

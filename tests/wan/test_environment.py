@@ -69,6 +69,9 @@ def test_what_does_not_combine(one, other):
 def test_what_takes_no_exchange():
     with raises(ValueError, says("wan.from_env", "ENABLE_DGT", got="BSC")):
         from_env({"ENABLE_DGT": "2"}, cgx.BSC())
+    for exchange, got in (cgx.wan.Demo(), "Demo"), (cgx.Plan(cgx.MaxMin(4), schedule="one_shot"), "'one_shot'"):
+        with raises(ValueError, says("wan.from_env", "exchange", got=got)):
+            from_env({"ENABLE_INTER_TS": "1"}, exchange)
 
 
 @pytest.mark.parametrize("name", VARIABLES)
