@@ -116,15 +116,13 @@ class Demo:
     def end(self, ticket: PyTree, state: ExchangeState, at: At, grads: PyTree = None) -> tuple[PyTree, ExchangeState]:
         leaves, tree = jax.tree.flatten(ticket)
         blocks = [CosineBlocks(x.shape, self.side) for x in leaves]
-        kept: list[jax.Array] = []
-        payloads: list[jax.Array] = []
+        kept, payloads, means = list[jax.Array](), list[jax.Array](), list[jax.Array]()
         for x, old, cut in zip(leaves, tree.flatten_up_to(state.own.momentum), blocks):
             moved = self.decay * old + x.astype(jnp.float32)
             found, codec = cut.coefficients(moved), self._codec(math.prod(cut.block))
             payloads.append(jax.vmap(lambda c, codec=codec: encode(c, codec))(found))
             left = moved - cut.restore(_decoded(payloads[-1], codec, cut))
             kept.append(jnp.where(jnp.isfinite(left), left, old))
-        means: list[jax.Array] = []
         for x, rows, cut in zip(leaves, _gathered(at.net, payloads), blocks):
             codec = self._codec(math.prod(cut.block))
             each = jax.vmap(lambda row, cut=cut, codec=codec: _decoded(row, codec, cut))(rows)
