@@ -5,12 +5,10 @@ import pickle
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from errors import table
 
 import jaxcgx as cgx
-from jaxcgx import __main__
 
 FOUR, EIGHT, TWO = cgx.MaxMin(4), cgx.MaxMin(8), cgx.MaxMin(2, 128)
 TREE = {
@@ -246,13 +244,3 @@ WHERE_IT_HAS_NO_MEANING = {
     "Plan.adapt": [(lambda: cgx.Plan(cgx.Skip()).adapt(statistics()), ValueError, "", "Skip()")],
 }
 test_where_it_has_no_meaning = table(WHERE_IT_HAS_NO_MEANING)
-
-
-def test_tune_with_a_plan_that_skips(tmp_path, capsys):
-    np.savez(tmp_path / "grads.npz", w=np.ones((64, 64), np.float32), kernel=np.eye(64, dtype=np.float32))
-    cgx.Plan(cgx.MaxMin(4), [("w", cgx.Skip())]).save(tmp_path / "base.toml")
-    options = ["--bits", "8", "--plan", str(tmp_path / "base.toml")]
-    __main__.main(["tune", str(tmp_path / "grads.npz"), "--out", str(tmp_path / "plan.toml"), *options])
-    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("w ")]
-    assert line == ["w", "64x64", "Skip()", "0", "0", "1.00", "0.0000"]
-    assert cgx.Plan.load(tmp_path / "plan.toml").rules[0].codec == cgx.Skip()

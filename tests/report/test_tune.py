@@ -33,27 +33,31 @@ measure = jax.jit(
 
 
 @pytest.fixture
-def saved(tmp_path):
-    """Writes arrays, and returns the path of their file and a path for a plan."""
+def tuned(tmp_path):
+    """Runs the command with a file of these arrays, and maybe one of the plan to adapt. Returns the saved plan."""
 
-    def save(found):
-        np.savez(tmp_path / "grads.npz", **found)
-        return str(tmp_path / "grads.npz"), str(tmp_path / "plan.toml")
+    def run(found, *options, plan=None):
+        gradients, base, out = (str(tmp_path / name) for name in ("grads.npz", "base.toml", "plan.toml"))
+        np.savez(gradients, **found)
+        if plan is not None:
+            plan.save(base)
+            options = ("--plan", base, *options)
+        assert __main__.main(["tune", gradients, "--out", out, *options]) is None
+        return cgx.Plan.load(out)
 
-    return save
+    return run
 
 
 @pytest.mark.parametrize("method", ["lgreco", "kmeans"])
-def test_the_choice_is_that_of_adapt(saved, capsys, method):
+def test_the_choice_is_that_of_adapt(tuned, tmp_path, capsys, method):
     steps = [arrays(0), arrays(1)]
-    gradients, out = saved({f"{name}@{i}": x for i, step in enumerate(steps) for name, x in step.items()})
-    assert __main__.main(["tune", gradients, "--out", out, "--method", method]) is None
+    found = tuned({f"{name}@{i}": x for i, step in enumerate(steps) for name, x in step.items()}, "--method", method)
     statistics = measure(steps[0]) + measure(steps[1])
     plan = cgx.Plan.cgx().adapt(statistics, method=method)
-    assert cgx.Plan.load(out) == plan
+    assert found == plan
     printed = capsys.readouterr().out
     lines = [re.split(" {2,}", line) for line in printed.splitlines()]
-    assert printed.endswith(f"saved to {out}\n")
+    assert printed.endswith(f"saved to {tmp_path}/plan.toml\n")
     # The tables agree with the plan.
     tree = {name: jnp.asarray(x) for name, x in steps[0].items()}
     for row in plan.explain(tree, 2).rows:
@@ -74,8 +78,7 @@ def test_the_choice_is_that_of_adapt(saved, capsys, method):
     assert adapted < before
 
 
-def test_what_is_measured_once_is_not_measured_again(saved, tmp_path, monkeypatch):
-    gradients, out = saved(arrays())
+def test_what_is_measured_once_is_not_measured_again(tuned, monkeypatch):
     measured = []
     monkeypatch.setattr(
         tune,
@@ -84,37 +87,37 @@ def test_what_is_measured_once_is_not_measured_again(saved, tmp_path, monkeypatc
             measured.append(codecs) or cgx.gradient_statistics(*args, codecs=codecs, **kwargs)
         ),
     )
-    __main__.main(["tune", gradients, "--out", out, "--bits", "3"])
+    tuned(arrays(), "--bits", "3")
     assert measured == [(cgx.MaxMin(3, 1024), cgx.MaxMin(4, 1024))]
-    cgx.Plan(cgx.MaxMin(4), [("embed", cgx.Sign())]).save(tmp_path / "base.toml")
-    __main__.main(["tune", gradients, "--out", out, "--bits", "3", "--plan", str(tmp_path / "base.toml")])
+    tuned(arrays(), "--bits", "3", plan=cgx.Plan(cgx.MaxMin(4), [("embed", cgx.Sign())]))
     assert measured[1:] == [(cgx.MaxMin(3), cgx.MaxMin(4)), (cgx.Sign(),)]
 
 
 @pytest.mark.parametrize(("budget", "alpha"), [("error", 0.5), ("bytes", 0.9)])
-def test_a_plan_of_ones_own(saved, tmp_path, budget, alpha):
-    gradients, out = saved(arrays())
+def test_a_plan_of_ones_own(tuned, budget, alpha):
     base = cgx.Plan({"node": cgx.AbsMax(5, 64), "local": cgx.Raw()}, [("embed", cgx.Cast("float16"))], fusion_mb=8)
-    base.save(tmp_path / "base.toml")
-    __main__.main(
-        ["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "3", "7"]
-        + ["--budget", budget, "--alpha", str(alpha)]
-    )
+    found = tuned(arrays(), "--bits", "3", "7", "--budget", budget, "--alpha", str(alpha), plan=base)
     candidates = [cgx.AbsMax(bits, 64) for bits in (3, 5, 7)]
     statistics = jax.jit(functools.partial(cgx.gradient_statistics, codecs=candidates))(arrays())
-    assert cgx.Plan.load(out) == base.adapt(statistics, budget=budget, alpha=alpha)
+    assert found == base.adapt(statistics, budget=budget, alpha=alpha)
 
 
-def test_default_bits_of_a_codec_that_lacks_some(saved, tmp_path):
-    gradients, out = saved(arrays())
-    cgx.Plan(cgx.Eden(4, 128)).save(tmp_path / "base.toml")
-    __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml")])
+def test_default_bits_of_a_codec_that_lacks_some(tuned):
+    base = cgx.Plan(cgx.Eden(4, 128))
     candidates = [cgx.Eden(bits, 128) for bits in range(2, 7)]
     key = jax.random.fold_in(jax.random.key(0), 0)
     statistics = jax.jit(functools.partial(cgx.gradient_statistics, codecs=candidates, key=key))(arrays())
-    assert cgx.Plan.load(out) == cgx.Plan(cgx.Eden(4, 128)).adapt(statistics)
+    assert tuned(arrays(), plan=base) == base.adapt(statistics)
     with pytest.raises(SystemExit, match="Eden.* 1 to 6, got 8"):
-        __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "8"])
+        tuned(arrays(), "--bits", "8", plan=base)
+
+
+def test_a_plan_that_skips(tuned, capsys):
+    gradients = dict(w=np.ones((64, 64), np.float32), kernel=np.eye(64, dtype=np.float32))
+    plan = tuned(gradients, "--bits", "8", plan=cgx.Plan(cgx.MaxMin(4), [("w", cgx.Skip())]))
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("w ")]
+    assert line == ["w", "64x64", "Skip()", "0", "0", "1.00", "0.0000"]
+    assert plan.rules[0].codec == cgx.Skip()
 
 
 def test_the_guide(tmp_path, monkeypatch, capsys):
@@ -158,10 +161,9 @@ def test_the_guide(tmp_path, monkeypatch, capsys):
         ({"b": np.ones(3, np.float32)}, [], "Plan.adapt statistics none"),
     ],
 )
-def test_bad_input(saved, found, options, words):
-    gradients, out = saved(found)
+def test_bad_input(tuned, found, options, words):
     with names(SystemExit, words) as caught:
-        __main__.main(["tune", gradients, "--out", out, *options])
+        tuned(found, *options)
     assert str(caught.value).startswith("python -m jaxcgx tune: ")
 
 
@@ -177,23 +179,20 @@ def test_bad_input(saved, found, options, words):
         (cgx.Plan(cgx.MaxMin(4), [("head", cgx.Raw())]), "tune gradients none for Rule(codec=Raw(), path='head')"),
     ],
 )
-def test_plans_that_are_wrong(saved, tmp_path, monkeypatch, plan, words):
-    gradients, out = saved(arrays())
-    plan.save(tmp_path / "base.toml")
+def test_plans_that_are_wrong(tuned, monkeypatch, plan, words):
     monkeypatch.setattr(tune, "statistics", None)  # the error comes before anything is measured
     with names(SystemExit, words) as caught:
-        __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml")])
+        tuned(arrays(), plan=plan)
     assert str(caught.value).count("tune: ") == 1
 
 
 @pytest.mark.parametrize("content", ["truncated", "npy", "empty", "text"])
-def test_files_that_are_no_gradients(saved, tmp_path, content):
-    gradients, out = saved(arrays())
-    whole, path = pathlib.Path(gradients).read_bytes(), tmp_path / "other.npz"
+def test_files_that_are_no_gradients(tmp_path, content):
+    np.savez(whole := io.BytesIO(), **arrays())
     np.save(lone := io.BytesIO(), np.ones(3))
-    path.write_bytes(
-        {"truncated": whole[: len(whole) // 2], "npy": lone.getvalue(), "empty": b"", "text": b"gradients"}[content]
-    )
+    half = whole.getvalue()[: len(whole.getvalue()) // 2]
+    path = tmp_path / "grads.npz"
+    path.write_bytes({"truncated": half, "npy": lone.getvalue(), "empty": b"", "text": b"gradients"}[content])
     with names(SystemExit, "tune - another") as caught:
-        __main__.main(["tune", str(path), "--out", out])
+        __main__.main(["tune", str(path), "--out", str(tmp_path / "plan.toml")])
     assert str(path) in str(caught.value)
