@@ -47,11 +47,6 @@ def test_rows():
     assert found.ratio == found.raw_bytes / found.bytes
 
 
-def test_shapes_will_do():
-    plan, shapes = cgx.Plan(FOUR), jax.eval_shape(lambda: TREE)
-    assert plan.explain(shapes, 3) == plan.explain(TREE, 3)
-
-
 def test_one_rank():
     found = cgx.Plan(FOUR).explain({"w": jnp.zeros((64, 64)), "b": jnp.zeros(3)}, 1)
     assert repr(found) == "<Forecast of leaves: 2, bytes: 16,396, ratio: 1.00>"
