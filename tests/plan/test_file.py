@@ -35,10 +35,7 @@ ODD = cgx.Rule(cgx.MaxMin(8), "^a\\.b\"'\\d+$|é\x7f\t\n|☃", None, 1, 2**40, 0
     "plan",
     [
         cgx.Plan(FOUR),
-        cgx.Plan.cgx(3, 100, "stochastic"),
-        cgx.Plan.bytegrad(("a", "b")),
         cgx.Plan.mixed_precision(axis_name=("dc", "local")),
-        cgx.Plan.bsc(axis_name=("dc", "local")),
         cgx.Plan(cgx.TopK(0.1, cgx.MaxMin(2), cgx.Sampled(0.02, "exponential", 0.5, 3), "top", 2)),
         cgx.Plan.from_env(("node", "local"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}),
         cgx.Plan({"node": cgx.PowerSGD(3), "local": cgx.Raw()}, [("head", cgx.PowerSGD())]),
