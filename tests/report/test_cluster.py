@@ -1,13 +1,11 @@
 """Cluster: the networks that it describes, and what it refuses."""
 
 import dataclasses
-import platform
 
-import pytest
-from errors import names
+from errors import names, table
 
 import jaxcgx as cgx
-from jaxcgx.report import link, machine
+from jaxcgx.report import link
 from jaxcgx.transports.network import PAYLOAD, WAYS
 
 
@@ -29,37 +27,31 @@ def test_every_rank_has_its_own_host_by_default():
 
 def test_without_a_rate_the_slowest_measured_link_counts(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    expected = "Cluster link None jaxcgx link"
-    with names(ValueError, expected):
+    with names(ValueError, "Cluster link None jaxcgx link"):
         cgx.Cluster(world=4)
     with names(ValueError, "Cluster link None"):
         cgx.Cluster(world=4, up="10mbit")
-    for peer, found in (("b", link.Measured(up=2e6, down=9e6, delay=0.01)), ("c", link.Measured(3e6, 8e6, 0.02))):
-        machine.save("links", platform.node(), peer, dataclasses.asdict(found))
+    link._keep("b", link.Measured(up=2e6, down=9e6, delay=0.01))
+    link._keep("c", link.Measured(up=3e6, down=8e6, delay=0.02))
     cluster = cgx.Cluster(world=4, nodes=2)
-    machine.save(
-        "links", platform.node(), "d", dataclasses.asdict(link.Measured(1.0, 1.0, 1.0))
-    )  # later: changes nothing
+    link._keep("d", link.Measured(1.0, 1.0, 1.0))  # later: changes nothing
     network = cluster.between("tcp")
     assert (network.up, network.down) == (1e6, 4e6) and network.latency == WAYS["tcp"].latency + 0.02
     assert dataclasses.replace(cluster, latency="0s").between("tcp").latency == 0
     assert cgx.Cluster(world=4, link="1gbit").measured is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        (dict(world=1), "Cluster world 1"),
-        (dict(world=4.0), "Cluster world 4.0"),
-        (dict(nodes=3), "Cluster nodes 3"),
-        (dict(nodes=1), "Cluster nodes 1"),
-        (dict(link="fast"), "Cluster link 'fast'"),
-        (dict(up="1"), "Cluster up '1'"),
-        (dict(inner_link=None), "Cluster inner_link None"),
-        (dict(latency="5"), "Cluster latency 40ms '5'"),
-        (dict(over="ib"), "Cluster over 'ib'"),
-    ],
-)
-def test_what_it_refuses(fields, said):
-    with names((TypeError, ValueError), said):
-        cgx.Cluster(**dict(world=4, link="1gbit") | fields)
+REFUSED = {
+    "Cluster": [
+        (dict(world=1), ValueError, "world", "1"),
+        (dict(world=4.0), TypeError, "world", "4.0"),
+        (dict(nodes=3), ValueError, "nodes", "3"),
+        (dict(nodes=1), ValueError, "nodes", "1"),
+        (dict(link="fast"), ValueError, "link", "'fast'"),
+        (dict(up="1"), ValueError, "up", "'1'"),
+        (dict(inner_link=None), TypeError, "inner_link", "None"),
+        (dict(latency="5"), ValueError, "latency", "40ms '5'"),
+        (dict(over="ib"), ValueError, "over", "'ib'"),
+    ]
+}
+test_what_it_refuses = table(REFUSED, lambda fields: cgx.Cluster(**dict(world=4, link="1gbit") | fields))
