@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import names
+from errors import names, table
 from helpers import load_script, planned, python, sent
 from ranks import mesh, on_ranks
 
@@ -453,29 +453,23 @@ def test_what_the_command_refuses(words, said):
     assert str(caught.value).startswith("python -m jaxcgx plan: ")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (dict(gradients=[{"w": np.ones((4, 4))}]), "advise gradients"),
-        (dict(gradients=[{"w": np.ones((4, 4))}, {"w": np.ones((4, 5))}]), "advise gradients 2 trees"),
-        (dict(tree={"w": 3.0}), "advise tree leaf ['w'] 3.0"),
-        (dict(tree={"w": types.SimpleNamespace(shape=(4,))}), "advise tree leaf ['w'] namespace"),
-        (dict(compute_ms=-1), "advise compute_ms -1"),
-        (dict(overlap_mb=0), "advise overlap_mb 0"),
-        (dict(codecs=[4]), "advise codecs 4"),
-        (dict(codecs=[]), "advise codecs []"),
-        (dict(codecs=FOUR), "advise codecs MaxMin("),
-        (dict(max_error="x"), "advise max_error 'x'"),
-    ],
-)
-def test_what_advise_refuses(options, said):
-    with names((TypeError, ValueError), said):
-        advice(**options)
-
-
-def test_a_rate_is_no_cluster():
-    with names(TypeError, "advise cluster '1gbit'"):
-        cgx.advise(SHAPES, "1gbit")
+ONE, OTHER = [{"w": np.ones((4, 4))}], [{"w": np.ones((4, 5))}]
+REFUSED = {
+    "advise": [
+        (lambda: advice(gradients=ONE), ValueError, "gradients", "1 trees"),
+        (lambda: advice(gradients=ONE + OTHER), ValueError, "gradients", "2 trees"),
+        (lambda: advice({"w": 3.0}), TypeError, "tree ['w']", "3.0"),
+        (lambda: advice({"w": types.SimpleNamespace(shape=(4,))}), TypeError, "tree ['w']", "namespace"),
+        (lambda: advice(compute_ms=-1), ValueError, "compute_ms", "-1"),
+        (lambda: advice(overlap_mb=0), ValueError, "overlap_mb", "0"),
+        (lambda: advice(codecs=[4]), TypeError, "codecs", "4"),
+        (lambda: advice(codecs=[]), TypeError, "codecs", "[]"),
+        (lambda: advice(codecs=FOUR), TypeError, "codecs", "MaxMin("),
+        (lambda: advice(max_error="x"), TypeError, "max_error", "'x'"),
+        (lambda: cgx.advise(SHAPES, "1gbit"), TypeError, "cluster", "'1gbit'"),
+    ]
+}
+test_what_advise_refuses = table(REFUSED)
 
 
 def test_encoding_is_measured_and_counted_with_feedback(monkeypatch):
