@@ -56,38 +56,30 @@ def test_what_a_change_does():
     assert lab.done == [(0, Link(5, 10**9)), (1, Link(5, 10**9)), (1, "cut"), (1, "mend")]
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("[host2]\n", "lab.toml: expected keys out of host0, host1, got 'host2'"),
-        ("host0 = 3\n", "lab.toml, table host0: expected a table, got 3"),
-        ('[host0]\nleft = "1gbit"\n', "table host0: expected keys out of rate, up, down, delay, got 'left'"),
-        ("[host0]\nup = 3\n", "table host0, key 'up': expected a number and one of"),
-        ("[host0\n", "lab.toml: expected TOML, got"),
-    ],
-)
-def test_what_is_wrong_with_a_file_of_links(written, text, words):
-    with pytest.raises((TypeError, ValueError)) as error:
-        files.read_links(written(text), 2, LINK)
-    assert words in str(error.value)
+WRONG_LINKS = {
+    "[host2]\n": "lab.toml: expected keys out of host0, host1, got 'host2'",
+    "host0 = 3\n": "lab.toml, table host0: expected a table, got 3",
+    '[host0]\nleft = "1gbit"\n': "table host0: expected keys out of rate, up, down, delay, got 'left'",
+    "[host0]\nup = 3\n": "table host0, key 'up': expected a number and one of",
+    "[host0\n": "lab.toml: expected TOML, got",
+}
+WRONG_SCHEDULES = {
+    "[host0]\n": "lab.toml: expected keys out of change, got 'host0'",
+    "change = 3\n": "key 'change': expected tables, [[change]], got 3",
+    "[[change]]\ncut = true\n": "change 1, key 'at': expected a number and one of us, ms, s",
+    '[[change]]\nat = "1s"\n': "change 1: expected one of rate, up, down, cut, got at",
+    '[[change]]\nat = "1s"\ncut = 1\n': "change 1, key 'cut': expected true or false, got 1",
+    '[[change]]\nat = "1s"\ncut = true\nhosts = [2]\n': "'hosts': expected a list of numbers from 0 to 1, got [2]",
+    '[[change]]\nat = "1s"\ndelay = "1s"\n': "expected keys out of at, hosts, rate, up, down, cut, got 'delay'",
+}
+READERS = [
+    (lambda path: files.read_links(path, 2, LINK), WRONG_LINKS),
+    (lambda path: files.read_schedule(path, 2), WRONG_SCHEDULES),
+]
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("[host0]\n", "lab.toml: expected keys out of change, got 'host0'"),
-        ("change = 3\n", "key 'change': expected tables, [[change]], got 3"),
-        ("[[change]]\ncut = true\n", "change 1, key 'at': expected a number and one of us, ms, s"),
-        ('[[change]]\nat = "1s"\n', "change 1: expected one of rate, up, down, cut, got at"),
-        ('[[change]]\nat = "1s"\ncut = 1\n', "change 1, key 'cut': expected true or false, got 1"),
-        (
-            '[[change]]\nat = "1s"\ncut = true\nhosts = [2]\n',
-            "key 'hosts': expected a list of numbers from 0 to 1, got [2]",
-        ),
-        ('[[change]]\nat = "1s"\ndelay = "1s"\n', "expected keys out of at, hosts, rate, up, down, cut, got 'delay'"),
-    ],
-)
-def test_what_is_wrong_with_a_schedule(written, text, words):
+@pytest.mark.parametrize(("read", "text", "words"), [(read, *row) for read, rows in READERS for row in rows.items()])
+def test_what_is_wrong_with_a_file(written, read, text, words):
     with pytest.raises((TypeError, ValueError)) as error:
-        files.read_schedule(written(text), 2)
+        read(written(text))
     assert words in str(error.value)

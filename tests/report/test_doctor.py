@@ -7,7 +7,7 @@ import types
 
 import jax
 import pytest
-from helpers import run
+from helpers import python, run
 
 from jaxcgx import __main__
 from jaxcgx.native import registration
@@ -43,13 +43,12 @@ def pretend(monkeypatch):
 
 def doctor_after(code, status, reference=""):
     """Returns what the doctor prints in a separate process in which `code` runs before everything else."""
-    arguments = ("doctor",)
     start = (
-        f"import sys\n{code}\nimport runpy\nsys.argv = ['-m', *{arguments!r}]\n"
-        f"sys.orig_argv = ['python', '-m', 'jaxcgx', *{arguments!r}]\n"
-        f"import jaxcgx\nsys.argv = ['jaxcgx', *{arguments!r}]\nrunpy.run_module('jaxcgx', run_name='__main__')"
+        f"import sys\n{code}\nimport runpy\nsys.argv = ['-m', 'doctor']\n"
+        "sys.orig_argv = ['python', '-m', 'jaxcgx', 'doctor']\n"
+        "import jaxcgx\nsys.argv = ['jaxcgx', 'doctor']\nrunpy.run_module('jaxcgx', run_name='__main__')"
     )
-    done = run(sys.executable, "-P", "-c", start, status=status, env=dict(JAXCGX_REFERENCE=reference))
+    done = python(start, status=status, env=dict(JAXCGX_REFERENCE=reference))
     assert "Traceback" not in done.stderr
     return done.stdout
 

@@ -180,11 +180,8 @@ def test_raw_leaves_inside_everything():
         "while": (None, False)
     }
     text = str(found)
-    assert (
-        "1 in a loop" in text
-        and "1 at most" in text
-        and text.endswith("What is in a loop of unknown length counts once.\n\nEvery branch of a conditional counts.")
-    )
+    assert "1 in a loop" in text and "1 at most" in text
+    assert text.endswith("What is in a loop of unknown length counts once.\n\nEvery branch of a conditional counts.")
 
 
 def test_plain_collectives_are_listed_too():

@@ -58,12 +58,7 @@ def test_report(file, tmp_path, capsys):
     out = tmp_path / "out"
     assert __main__.main(["report", str(file), "--out", str(out)]) is None
     printed = capsys.readouterr().out
-    assert (
-        "Made by `make <it>` on" in printed
-        and "6 [4.5, 7.5]" in printed
-        and "61 rows" in printed
-        and "1,059" in printed
-    )
+    assert all(words in printed for words in ("Made by `make <it>` on", "6 [4.5, 7.5]", "61 rows", "1,059"))
     assert {path.name for path in out.iterdir()} == {"report.html", "sums-1.png", "sums-2.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.glob("*.png"))
     # The page needs no other files.

@@ -86,8 +86,7 @@ def test_nobody_waits(waiting):
             caller.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
 
     pool.submit(greet)
-    expected = "link host 'localhost' python -m jaxcgx link"
-    with names(ValueError, expected):
+    with names(ValueError, "link host 'localhost' python -m jaxcgx link"):
         link.measure("localhost", port)
     assert not link.known()
 

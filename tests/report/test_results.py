@@ -10,10 +10,6 @@ from jaxcgx.report import results
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_quartiles():
-    assert results.quartiles([5, 1, 2, 4, 3]) == (2, 3, 4)
-
-
 def test_cells():
     row = {"size_bytes": 5, "ms": {"two_shot": 3}, "ms_of_repetitions": {"psum": [1, 2]}, "up": {"rate_mbit": 1}}
     cells = results.flat(row)
