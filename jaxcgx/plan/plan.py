@@ -153,7 +153,7 @@ class Plan(Sending, Assignment):
             outermost axis.
         """
         names = as_axis_names("Plan.bytegrad", axis_name, optional=True)
-        return cls(by_axis(names, ByteGrad(), Raw()), min_size=0, skip_1d=False)
+        return cls.every(by_axis(names, ByteGrad(), Raw()))
 
     @classmethod
     def fp16(cls, axis_name: AxisName = None) -> Self:
@@ -164,7 +164,7 @@ class Plan(Sending, Assignment):
             axis after another.
         """
         names, half = as_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
-        return cls(by_axis(names, half, half), min_size=0, skip_1d=False, prefer="bytes")
+        return cls.every(by_axis(names, half, half), prefer="bytes")
 
     @classmethod
     def mixed_precision(

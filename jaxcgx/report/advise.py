@@ -4,7 +4,6 @@ exchange/costs.py predicts the times of exchanges, and exchange/errors.py the er
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -282,6 +281,7 @@ class Case:
     overlap: bool
     fusion_mb: float
     inner: Network  # the network inside a node
+    _known: dict[Codec, list[tuple[Codec, list[Route]]]] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(self.tree)[0]:
@@ -307,10 +307,6 @@ class Case:
             auto=self._auto(codec, network) == schedule,
             off=SPREAD + (spread * kernels / exchange if exchange else 0.0),
         )
-
-    @functools.cached_property
-    def _known(self) -> dict[Codec, list[tuple[Codec, list[Route]]]]:
-        return {}
 
     def _messages(self, codec: Codec) -> list[tuple[Codec, list[Route]]]:
         """Returns (codec, leaves) of each message, last leaves first, as the backward pass computes their gradients."""

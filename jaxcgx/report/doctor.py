@@ -115,7 +115,6 @@ _WITHOUT_NVLINK = (
     "some GPUs of this machine have no NVLink between them: there an exchange inside the machine may be slow, too. "
     "docs/when-not.md says what to do"
 )
-
 _FEW_THREADS = (
     "XLA has about {threads} threads for {devices} CPU devices: it may end a program that doesn't wait for every step "
     "(docs/failures.md). PJRT_NPROC={enough} in the environment gives it enough"
@@ -138,7 +137,6 @@ def covers(architectures: Sequence[str], capability: str) -> bool:
 
 def _supported(version: str, requirement: str) -> bool:
     """Returns whether a version is within the bounds of a requirement such as "jax<0.13,>=0.9"."""
-
     number = lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]]
     bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
     return all(number(version) >= number(b) if op == ">=" else number(version) < number(b) for op, b in bounds)
@@ -190,7 +188,6 @@ _MPI_REMEDY = (
     "build mpi4jax with the installed JAX: `pip install 'setuptools>=82' wheel nanobind mpi4py`, then "
     "`pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation mpi4jax`"
 )
-
 _START_REMEDY = "try `mpirun -n 1 python -c 'from mpi4py import MPI'`: if it works, so do programs that mpirun starts"
 
 

@@ -76,11 +76,6 @@ class Kernels:
     def speeds(self) -> tuple[float, ...]:
         return self.encode, self.encode_fed, self.decode, self.reduce
 
-    @property
-    def quiet(self) -> bool:
-        """Whether the processors were this program's own."""
-        return self.busy < QUIET
-
 
 def kernels(codec: Codec, again: bool = False) -> Kernels:
     """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them."""
@@ -96,7 +91,7 @@ def kernels(codec: Codec, again: bool = False) -> Kernels:
     while len(runs) < RUNS and _agreeing(runs).spread > AGREE:
         runs.append(_measure(programs))
     found = _agreeing(runs)
-    if known and known.quiet and not found.quiet:
+    if known and known.busy < QUIET <= found.busy:
         return known
     save("kernels", place, name, dataclasses.asdict(found))
     return found
