@@ -119,12 +119,6 @@ def test_leaders_are_of_hierarchies():
     assert one == of_one == cgx.Plan(half).explain(tree, {"a": 4})
 
 
-def test_what_no_codec_can_take_needs_no_axes():
-    some = {name: TREE[name] for name in ("count", "empty")}
-    found = cgx.Plan(FOUR, [("count|empty", {"node": EIGHT})]).explain(some, 4)
-    assert [row.codec for row in found.rows] == [RAW, RAW]
-
-
 def test_codecs_of_an_axis_of_one_rank_are_not_used():
     found = cgx.Plan({"a": FOUR, "b": EIGHT}).explain({"w": jnp.zeros((64, 64))}, {"a": 1, "b": 2})
     assert [(r.axes, r.codec) for r in found.rows] == [(("b",), EIGHT)]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import names
+from helpers import vnmse
 
 import jaxcgx as cgx
 from jaxcgx import __main__
@@ -63,15 +64,12 @@ def test_the_choice_is_that_of_adapt(tuned, tmp_path, capsys, method):
     for row in plan.explain(tree, 2).rows:
         (cells,) = [cells for cells in lines if cells[0] == row.leaf]
         size = row.raw_bytes if row.why else row.codec.wire_bytes(row.shape, row.dtype)
-        spelled = "Raw()" if row.why else f"MaxMin(bits={row.codec.bits}" + f", bucket_size={row.codec.bucket_size})"
+        spelled = "Raw()" if row.why else f"MaxMin(bits={row.codec.bits}, bucket_size={row.codec.bucket_size})"
         assert cells[2:5] == [spelled, f"{size:,}", f"{row.raw_bytes:,}"] and (row.why or cells[-1]) == cells[-1]
         if not row.why:
-            lost = sum(
-                np.square(np.float64(cgx.roundtrip(step[row.leaf], row.codec)) - step[row.leaf]).sum() for step in steps
-            )
-            assert float(cells[6]) == pytest.approx(
-                (lost / sum(np.square(np.float64(step[row.leaf])).sum() for step in steps)) ** 0.5, abs=1e-4
-            )
+            x = np.stack([step[row.leaf] for step in steps])
+            lost = vnmse(x, np.stack([cgx.roundtrip(each, row.codec) for each in x]))
+            assert float(cells[6]) == pytest.approx(lost**0.5, abs=1e-4)
     before, adapted = (
         sum(int(cells[1].replace(",", "")) for cells in lines if cells[0] == name) for name in ("before", "adapted")
     )
