@@ -63,9 +63,8 @@ def replicating_pmap() -> bool:
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "jax._src.pmap" and "out_axes" in frame.f_locals:
-            return all(
-                axis is None for axis in jax.tree.leaves(frame.f_locals["out_axes"], is_leaf=lambda x: x is None)
-            )
+            axes = jax.tree.leaves(frame.f_locals["out_axes"], is_leaf=lambda x: x is None)
+            return all(axis is None for axis in axes)
         frame = frame.f_back
     return False
 

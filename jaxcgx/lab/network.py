@@ -205,10 +205,8 @@ class Lab:
             self._relay(held)
         if not cubic:
             allowed = f'net.ipv4.tcp_allowed_congestion_control="reno {CONGESTION}"'
-            print(
-                f"lab: hosts use the machine's congestion control; for {CONGESTION}, sysctl -w {allowed}",
-                file=sys.stderr,
-            )
+            words = f"lab: hosts use the machine's congestion control; for {CONGESTION}, sysctl -w {allowed}"
+            print(words, file=sys.stderr)
 
     def _relay(self, arguments: Sequence[str]) -> None:
         """Starts the relay, and waits until it is ready."""

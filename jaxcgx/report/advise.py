@@ -170,9 +170,8 @@ class Advice:
         """
         finite = lambda x: None if isinstance(x, float) and not math.isfinite(x) else x
         of_run = run.of if run else lambda _: dict[str, float]()
-        row = lambda each: (
-            {k: finite(v) for k, v in (vars(each) | of_run(each)).items()} | dict(codec=spell(each.codec))
-        )
+        values = lambda each: vars(each) | of_run(each) | dict(codec=spell(each.codec))
+        row = lambda each: {name: finite(value) for name, value in values(each).items()}
         names = "sure", "max_error", "measured", "notes", "constants"
         return dict(
             verdict=self.verdict,

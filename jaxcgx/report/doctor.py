@@ -199,10 +199,9 @@ def _mpi() -> tuple[str, list[Problem]]:
     # If mpirun or srun started the doctor, the child must not take itself for one of their ranks.
     launched = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_STEP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+    words = [sys.executable, "-P", "-c", _MPI]
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _MPI], env=environment, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         remedy = "try `mpirun -n 1 hostname`: what stops it there?"
         return "", [Problem("jaxcgx.mpi: MPI does not start within 60 s", remedy)]

@@ -110,9 +110,8 @@ class Explanation(Totals):
         return found
 
     def __repr__(self) -> str:
-        return (
-            f"<Explanation of collectives: {len(self.collectives)}, raw leaves: {len(self.raw)}, bytes: {self.bytes:,}>"
-        )
+        counts = f"collectives: {len(self.collectives)}, raw leaves: {len(self.raw)}"
+        return f"<Explanation of {counts}, bytes: {self.bytes:,}>"
 
     def __str__(self) -> str:
         parts: list[str] = []

@@ -48,9 +48,8 @@ def spell_table(rows: Sequence[Data]) -> tuple[list[str], list[list[str]]]:
     """Returns (head, lines) of a table as text. The head has the units."""
     cells = [results.flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in cells for name in row))
-    return [results.spell_name(name) for name in names], [
-        [spell_cell(row.get(name)) for name in names] for row in cells
-    ]
+    lines = [[spell_cell(row.get(name)) for name in names] for row in cells]
+    return [results.spell_name(name) for name in names], lines
 
 
 def spell_origin(data: Data) -> str:

@@ -89,9 +89,8 @@ def _load(path: Path) -> Step:
 
 def statistics(steps: Sequence[Step], codecs: Sequence[Codec]) -> GradientStatistics:
     measure = jax.jit(functools.partial(gradient_statistics, codecs=tuple(codecs)))
-    return functools.reduce(
-        operator.add, (measure(step, key=jax.random.fold_in(jax.random.key(0), i)) for i, step in enumerate(steps))
-    )
+    keys = (jax.random.fold_in(jax.random.key(0), i) for i in range(len(steps)))
+    return functools.reduce(operator.add, (measure(step, key=key) for step, key in zip(steps, keys)))
 
 
 def _assign(plan: Plan, step: Step) -> Assigned:

@@ -49,9 +49,8 @@ def test_lgreco_of_gradients():
         assert codecs(adapted)[0].bits > codecs(adapted)[3].bits
     assert plan.adapt(statistics).explain(GRADS, 2).bytes < plan.explain(GRADS, 2).bytes
     # Guards are unchanged.
-    assert [row.why for row in plan.adapt(statistics).explain(GRADS, 2).rows if row.leaf.endswith("bias")] == [
-        "it has 128 elements, fewer than the plan's min_size=1024"
-    ] * 4
+    guarded = [row.why for row in plan.adapt(statistics).explain(GRADS, 2).rows if row.leaf.endswith("bias")]
+    assert guarded == ["it has 128 elements, fewer than the plan's min_size=1024"] * 4
     # Statistics of two steps count equally.
     more = statistics + cgx.gradient_statistics(gradients([1e-4, 1e-4, 1e-4, 100]))
     assert codecs(plan.adapt(more))[3].bits > codecs(plan.adapt(more))[1].bits
@@ -199,9 +198,8 @@ def drawn(seed):
     rng = random.Random(seed)
     leaves, candidates = rng.randint(1, 5), rng.randint(1, 4)
     wire = [[rng.randint(0, 60) for _ in range(candidates)] for _ in range(leaves)]
-    errors = [
-        [float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3))) for _ in range(candidates)] for _ in range(leaves)
-    ]
+    error = lambda: float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3)))
+    errors = [[error() for _ in range(candidates)] for _ in range(leaves)]
     reference, alpha = rng.randrange(candidates), rng.choice([0.25, 0.5, 1.0, 1.5])
     return wire, errors, reference, alpha
 

@@ -20,9 +20,8 @@ def test_every_codec_comes_back(tmp_path, codec):
 
 
 def test_every_codec_is_there():
-    assert {type(codec) for codec in [*CODECS, cgx.PowerSGD(), cgx.TopK(), cgx.Skip()]} == set(
-        cgx.plan.file.CODECS.values()
-    )
+    known = {type(codec) for codec in [*CODECS, cgx.PowerSGD(), cgx.TopK(), cgx.Skip()]}
+    assert known == set(cgx.plan.file.CODECS.values())
 
 
 EVERYTHING = dict(min_size=0, skip_1d=False, fusion_mb=0.5, schedule={"node": "tree", "local": "one_shot"})
@@ -56,9 +55,8 @@ def test_a_file_by_hand(tmp_path):
     path = "embed"
     codec = { node = { name = "MaxMin", bits = 8 }, local = { name = "Raw" } }
     """)
-    assert cgx.Plan.load(tmp_path / "plan.toml") == cgx.Plan(
-        FOUR, [("embed", {"node": cgx.MaxMin(8), "local": cgx.Raw()})], skip_1d=False
-    )
+    plan = cgx.Plan(FOUR, [("embed", {"node": cgx.MaxMin(8), "local": cgx.Raw()})], skip_1d=False)
+    assert cgx.Plan.load(tmp_path / "plan.toml") == plan
 
 
 UNSAVED = {
@@ -135,6 +133,5 @@ def test_a_saved_plan_is_readable(tmp_path):
         'default = { node = { name = "MaxMin", bits = 4, bucket_size = 512, rounding = "nearest", skip_incomplete = '
         'false, rotate = false }, local = { name = "Raw" } }' in text
     )
-    assert tomllib.loads(text)["rules"] == [
-        dict(codec=dict(name="Float8", format="e4m3", bucket_size=128), path="embed", priority=0, optional=False)
-    ]
+    float8 = dict(name="Float8", format="e4m3", bucket_size=128)
+    assert tomllib.loads(text)["rules"] == [dict(codec=float8, path="embed", priority=0, optional=False)]

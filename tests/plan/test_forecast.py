@@ -103,9 +103,8 @@ def test_hierarchies_by_leaders(name):
     tree, plan = TREE["layer"], cgx.Plan(codecs, leader=True, schedule="two_shot")
     found = plan.explain(tree, sizes)
     ranks = lambda axes: math.prod(sizes[name] for name in axes)
-    assert sent(tree, list(sizes.items()), plan) == {
-        axes: 2 * (ranks(axes) - 1) * total // ranks(axes) for axes, (total, _) in found.totals.items()
-    }
+    expected = {axes: 2 * (ranks(axes) - 1) * total // ranks(axes) for axes, (total, _) in found.totals.items()}
+    assert sent(tree, list(sizes.items()), plan) == expected
 
 
 def test_leaders_are_of_hierarchies():

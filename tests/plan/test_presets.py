@@ -188,9 +188,7 @@ def test_arguments_come_before_variables():
     given = env(COMPRESSION_BUCKET_SIZE="64", COMPRESSION_MINIMAL_SIZE="99", FUSION_BUFFER_SIZE_MB="8")
     found = cgx.Plan.from_env(TUPLE, given, bits=2, bucket_size=128, min_size=1024, skip_1d=True)
     codec = cgx.MaxMin(2, 128)
-    assert found == cgx.Plan(
-        {"node": codec, "local": codec}, fusion_mb=8, schedule={"node": "ring", "local": "two_shot"}, leader=True
-    )
+    assert found == cgx.Plan(**two(codec, codec), fusion_mb=8)
     assert cgx.Plan.from_env(None, given, bits=32).default == RAW
     assert cgx.Plan.from_env(None, given, min_size=0).min_size == 100
     assert cgx.Plan.from_env(None, env(), min_size=0).min_size == 17

@@ -59,11 +59,8 @@ def advice(tree=SHAPES, codecs=(FOUR,), **options):
 
 def test_the_tree_of_the_docs_agrees(capsys):
     """docs/which.md has a table of commands and their answers."""
-    rows = re.findall(
-        r"^\| `python -m jaxcgx (plan .*)` \| (.*) \|$",
-        (RESULTS.parents[1] / "docs/which.md").read_text(),
-        re.MULTILINE,
-    )
+    page = (RESULTS.parents[1] / "docs/which.md").read_text()
+    rows = re.findall(r"^\| `python -m jaxcgx (plan .*)` \| (.*) \|$", page, re.MULTILINE)
     assert len(rows) >= 4
     for command, answer in rows:
         __main__.main(shlex.split(command))
@@ -107,10 +104,8 @@ def test_tcp_sums_raw_numbers_and_factors_too(codec):
 def test_bytes_between_nodes():
     tree = {"kernel": SHAPES["kernel"]}  # XLA sums raw leaves over all ranks at once
     (_, row, *_) = advice(tree, nodes=2).rows
-    codec = {"a": FOUR, "b": cgx.Raw()}
-    run = on_ranks(
-        lambda x: cgx.compressed_psum(x, ("a", "b"), planned(cgx.Plan(codec), schedule=row.schedule)), mesh(2, 2)
-    )
+    plan = cgx.Plan({"a": FOUR, "b": cgx.Raw()}, schedule=row.schedule)
+    run = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), plan), mesh(2, 2))
     totals = cgx.explain(run, {name: jnp.ones((2, 2, *x.shape)) for name, x in tree.items()}, show=False).totals
     assert row.bytes == sum(sent for axes, (sent, _) in totals.items() if axes == ("a",)), totals
 
@@ -158,13 +153,12 @@ def test_break_even_is_where_times_cross(overlap_mb):
     options = dict(compute_ms=100, overlap_mb=overlap_mb, over="duplex")
     even = advice(tree, link="100mbit", **options).break_even
     assert 1e8 < even < 1e12
-    for factor, plan in ((0.8, True), (1.25, False)):
+    fastest = lambda found: min(row.step for row in found.rows[1:] if row.candidate)
+    for factor, pays in ((0.8, True), (1.25, False)):
         found = advice(tree, link=f"{even * factor / 1e6:.6f}mbit", **options)
-        raw, best = found.rows[0], min((row for row in found.rows[1:] if row.candidate), key=lambda row: row.step)
-        assert (best.step < raw.step) is plan
+        assert (fastest(found) < found.rows[0].step) is pays
     exact = advice(tree, link=f"{even / 1e6:.6f}mbit", **options)
-    best = min((row for row in exact.rows[1:] if row.candidate), key=lambda row: row.step)
-    assert math.isclose(best.step, exact.rows[0].step, rel_tol=1e-3)
+    assert math.isclose(fastest(exact), exact.rows[0].step, rel_tol=1e-3)
     assert exact.plan is None and "Don't compress" in str(exact)
 
 

@@ -28,9 +28,8 @@ def arrays(step=0):
     }
 
 
-measure = jax.jit(
-    functools.partial(cgx.gradient_statistics, codecs=tuple(cgx.MaxMin(bits, 1024) for bits in range(2, 9)))
-)
+BITS = tuple(cgx.MaxMin(bits, 1024) for bits in range(2, 9))
+measure = jax.jit(functools.partial(cgx.gradient_statistics, codecs=BITS))
 
 
 @pytest.fixture
@@ -70,21 +69,18 @@ def test_the_choice_is_that_of_adapt(tuned, tmp_path, capsys, method):
             x = np.stack([step[row.leaf] for step in steps])
             lost = vnmse(x, np.stack([cgx.roundtrip(each, row.codec) for each in x]))
             assert float(cells[6]) == pytest.approx(lost**0.5, abs=1e-4)
-    before, adapted = (
-        sum(int(cells[1].replace(",", "")) for cells in lines if cells[0] == name) for name in ("before", "adapted")
-    )
-    assert adapted < before
+    total = lambda name: sum(int(cells[1].replace(",", "")) for cells in lines if cells[0] == name)
+    assert total("adapted") < total("before")
 
 
 def test_what_is_measured_once_is_not_measured_again(tuned, monkeypatch):
     measured = []
-    monkeypatch.setattr(
-        tune,
-        "gradient_statistics",
-        lambda *args, codecs, **kwargs: (
-            measured.append(codecs) or cgx.gradient_statistics(*args, codecs=codecs, **kwargs)
-        ),
-    )
+
+    def noted(*args, codecs, **kwargs):
+        measured.append(codecs)
+        return cgx.gradient_statistics(*args, codecs=codecs, **kwargs)
+
+    monkeypatch.setattr(tune, "gradient_statistics", noted)
     tuned(arrays(), "--bits", "3")
     assert measured == [(cgx.MaxMin(3, 1024), cgx.MaxMin(4, 1024))]
     tuned(arrays(), "--bits", "3", plan=cgx.Plan(cgx.MaxMin(4), [("embed", cgx.Sign())]))
