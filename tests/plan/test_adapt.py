@@ -94,11 +94,8 @@ def test_candidates_of_any_kind():
 
 def test_kmeans_of_gradients():
     plan = cgx.Plan.cgx(5, 1024, "stochastic").adapt(cgx.gradient_statistics(GRADS, codecs=[FOUR]), method="kmeans")
-    assert codecs(plan) == [
-        cgx.MaxMin(4, 1024, "stochastic"),
-        *[cgx.MaxMin(3, 256, "stochastic")] * 2,
-        cgx.MaxMin(2, 128, "stochastic"),
-    ]
+    of = lambda bits, size: cgx.MaxMin(bits, size, "stochastic")
+    assert codecs(plan) == [of(4, 1024), of(3, 256), of(3, 256), of(2, 128)]
 
     def chosen(**leaves):
         adapted = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(leaves, codecs=[FOUR]), method="kmeans")

@@ -139,10 +139,8 @@ def test_leaves_of_a_message_share_its_latency():
 
 
 def test_errors_of_low_rank_are_those_of_the_largest_matrix():
-    tree = lambda rank: {
-        "w": np.outer(np.arange(64) + rank, np.arange(48)),
-        "b": np.random.default_rng(rank).normal(size=500),
-    }
+    vector = lambda rank: np.random.default_rng(rank).normal(size=500)
+    tree = lambda rank: {"w": np.outer(np.arange(64) + rank, np.arange(48)), "b": vector(rank)}
     row = advice(codecs=[cgx.PowerSGD(4)], gradients=[tree(0), tree(1)], max_error=1).rows[1]
     assert row.error < 1e-6
 

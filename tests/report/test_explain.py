@@ -68,10 +68,8 @@ def test_what_auto_saves():
     x, half = jnp.zeros(3000), cgx.Plan(cgx.Cast("float16"), min_size=0, skip_1d=False)
     plain = quiet(on(lambda x: lax.psum(x, "data"), FLAT), x)
     assert repr(plain) == f"<Explanation of collectives: 1, raw leaves: 0, bytes: {plain.bytes:,}>"
-    fast, least = (
-        quiet(on(lambda x: cgx.compressed_psum(x, "data", plan), FLAT), x)
-        for plan in (half, dataclasses.replace(half, prefer="bytes"))
-    )
+    sent = lambda plan: quiet(on(lambda x: cgx.compressed_psum(x, "data", plan), FLAT), x)
+    fast, least = sent(half), sent(dataclasses.replace(half, prefer="bytes"))
     assert least.bytes < plain.bytes < fast.bytes
     assert 'prefer="bytes"' in str(fast) and 'prefer="bytes"' not in str(least)
 
@@ -255,11 +253,8 @@ def test_residuals_that_become_replicated():
 def test_fully_automatic_jit():
     x = jax.device_put(jnp.zeros((16, 32)), NamedSharding(NODES, P("node", "local")))
     w = jax.device_put(jnp.zeros((32, 16)), NamedSharding(NODES, P("local")))
-    found = quiet(lambda x, w: (x @ w).sum(0), x, w)
-    assert [(c.operation, c.axes, c.bytes) for c in found.collectives] == [
-        ("all-reduce", ("local",), 768),
-        ("all-reduce", ("node",), 64),
-    ]
+    found = [(c.operation, c.axes, c.bytes) for c in quiet(lambda x, w: (x @ w).sum(0), x, w).collectives]
+    assert found == [("all-reduce", ("local",), 768), ("all-reduce", ("node",), 64)]
 
 
 def test_shapes_keywords_pmap_and_static_arguments():

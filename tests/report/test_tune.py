@@ -22,10 +22,8 @@ SCALES = {"block/0/kernel": 1.0, "block/1/kernel": 0.01, "embed": 0.1}
 
 def arrays(step=0):
     rng = np.random.RandomState(step)
-    return {name: (rng.standard_normal((64, 128)) * scale).astype(np.float32) for name, scale in SCALES.items()} | {
-        "block/0/bias": rng.standard_normal(128).astype(np.float32),
-        "steps": np.int32(step),
-    }
+    kernels = {name: (rng.standard_normal((64, 128)) * scale).astype(np.float32) for name, scale in SCALES.items()}
+    return kernels | {"block/0/bias": rng.standard_normal(128).astype(np.float32), "steps": np.int32(step)}
 
 
 BITS = tuple(cgx.MaxMin(bits, 1024) for bits in range(2, 9))
@@ -121,12 +119,8 @@ def test_the_guide(tmp_path, monkeypatch, capsys):
     (printed,) = [text for language, text in blocks if text.startswith("$ python -m jaxcgx tune")]
     monkeypatch.chdir(tmp_path)
     rng = np.random.RandomState(0)
-    grads = {
-        "block": [
-            {"kernel": jnp.asarray(rng.standard_normal((64, 128)) * scale, jnp.float32), "bias": jnp.zeros(128)}
-            for scale in (1, 0.1)
-        ]
-    }
+    kernels = [jnp.asarray(rng.standard_normal((64, 128)) * scale, jnp.float32) for scale in (1, 0.1)]
+    grads = {"block": [{"kernel": kernel, "bias": jnp.zeros(128)} for kernel in kernels]}
     exec(save, dict(jax=jax, np=np, grads=grads))
     command, _, expected = printed.partition("\n")
     __main__.main(command.split()[4:])  # the words after "$ python -m jaxcgx"
