@@ -61,15 +61,8 @@ def plan(options: argparse.Namespace) -> None:
         say(f", measured {speed.date}")
         if options.remeasure and speed.date < begun:
             say("plan: kept that, as other programs take the processors now")
-    found = advise.advise(
-        tree,
-        cluster,
-        compute_ms=options.compute_ms,
-        overlap_mb=options.overlap_mb,
-        codecs=codecs,
-        max_error=options.max_error,
-        gradients=gradients,
-    )
+    how = {name: getattr(options, name) for name in ("compute_ms", "overlap_mb", "max_error")}
+    found = advise.advise(tree, cluster, codecs=codecs, gradients=gradients, **how)
     print(json.dumps(found.as_json(run), indent=1) if options.json else found.spell(options.all, run))
     if options.out and found.plan:
         found.plan.save(options.out)

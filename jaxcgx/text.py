@@ -13,11 +13,9 @@ _NUMBERS = ("bytes", "uncompressed", "ratio", "error", "speed-up", "hours", "cos
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table as text. Columns of numbers are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows)]
+    align = [str.rjust if name in _NUMBERS or name.endswith(" ms") else str.ljust for name in head]
     lines = [
-        [
-            cell.rjust(w) if name in _NUMBERS or name.endswith(" ms") else cell.ljust(w)
-            for name, cell, w in zip(head, row, widths)
-        ]
+        [aligned(cell, w) for aligned, cell, w in zip(align, row, widths)]
         for row in (head, ["-" * w for w in widths], *rows)
     ]
     return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -83,13 +83,8 @@ class Cluster:
             up, down = self.measured.up, self.measured.down
             if latency is None:
                 latency = WAYS[mover].latency + self.measured.delay
-        return Network(
-            up=up / self.each,
-            down=down / self.each,
-            latency=latency,
-            mover=mover,
-            sharing=self.each if jax.default_backend() == "cpu" else 1,
-        )
+        sharing = self.each if jax.default_backend() == "cpu" else 1
+        return Network(up=up / self.each, down=down / self.each, latency=latency, mover=mover, sharing=sharing)
 
     def inside(self) -> Network:
         """Returns the network of a rank and the other ranks of its host."""

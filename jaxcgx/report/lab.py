@@ -80,9 +80,7 @@ def spell(data: Data) -> str:
             str(row["host"]),
             name,
             spell_rate(row[name]["rate_mbit"] * 1e6),
-            f"{row[name]['bytes']:,}",
-            f"{row[name]['packets']:,}",
-            f"{row[name]['dropped']:,}",
+            *(f"{row[name][key]:,}" for key in ("bytes", "packets", "dropped")),
             f"{row[name]['busiest_mbit']:.1f} Mbit/s",
             f"{row[name]['share']:.3f}",
         ]
