@@ -148,7 +148,7 @@ def test_devices_without_kernels(pretend, monkeypatch):
     assert "without kernels   AMD Instinct MI300X; TPU v5e: plain jnp, the same bytes" in str(report)
 
 
-# As python -m jaxcgx doctor.
+# Starts as `python -m jaxcgx doctor` does.
 WITHOUT_THE_NATIVE_MODULE = """
 import runpy, sys
 sys.modules["jaxcgx.native._native"] = None
