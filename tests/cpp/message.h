@@ -383,28 +383,4 @@ inline std::vector<Codec> sparse_codecs(bool exact = false) {
   return all;
 }
 
-inline std::vector<float> floats(const Memory& m) { return std::vector<float>(m.floats(), m.floats() + m.size() / 4); }
-
-// A float32 vector, encoded as a message of one chunk and decoded.
-struct Trip {
-  Message m;
-  Memory payload;
-  std::vector<float> out;
-
-  Trip(const Codec& codec, const std::vector<float>& x, uint64_t seed = 7) : Trip(codec, x, Random{seed}) {}
-  float meta(int64_t bucket, int which) const {
-    float v;
-    std::memcpy(&v, payload.data() + 4 * (bucket * meta_floats(m.layout.codec) + which), 4);
-    return v;
-  }
-
- private:
-  Trip(const Codec& codec, const std::vector<float>& x, Random r)
-      : m(codec, {{static_cast<int64_t>(x.size()), DType::kF32}}, 1, 1, r), payload(0) {
-    m.leaves[0] = as_leaf(DType::kF32, x);
-    payload = encode(m, one_thread());
-    out = floats(decode(m.layout, 1, payload, one_thread())[0]);
-  }
-};
-
 }  // namespace jaxcgx::test
