@@ -25,7 +25,7 @@ namespace {
 // Runs a job in each of several processes, and collects what each reports. A process that hangs is killed.
 class Processes {
  public:
-  using Body = std::function<std::string(std::shared_ptr<shm::Segment>&, int64_t rank)>;
+  using Body = std::function<std::string(shm::Ring&, int64_t rank)>;
 
   void start(const std::function<std::string()>& body) {
     auto* message = static_cast<char*>(mmap(nullptr, kMost, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
@@ -58,7 +58,7 @@ class Processes {
         if (rank == dies) raise(SIGKILL);
         auto attached = shm::Segment::attach(name, rank, processes, timeout);
         if (const auto* failure = std::get_if<Failure>(&attached)) return failure->what;
-        return body(std::get<0>(attached), rank);
+        return body(std::get<0>(attached)->ring(), rank);
       });
     }
     created_.push_back(descriptor_of(name));
@@ -108,7 +108,7 @@ std::string refusal(const std::string& name, int64_t rank, int64_t ranks) {
 
 void exchanges() {
   Processes processes;  // several jobs at once
-  const auto all = [](auto& segment, int64_t rank) { return test::run_all(segment->ring(), rank); };
+  const auto all = [](auto& ring, int64_t rank) { return test::run_all(ring, rank); };
   for (int64_t ranks = 1; ranks <= 4; ++ranks) processes.start(ranks, all);
   for (const std::string& message : processes.messages()) CHECK(message.empty(), message);
 }
@@ -117,18 +117,18 @@ void deaths() {
   // The kill comes during an exchange, or between two.
   for (const bool in_the_middle : {true, false}) {
     Processes processes;
-    processes.start(3, [=](auto& segment, int64_t rank) {
+    processes.start(3, [=](auto& ring, int64_t rank) {
       if (rank == 1) {
         std::thread killer([=] {
           if (in_the_middle) usleep(50000);
           kill(getpid(), SIGKILL);
         });
         if (!in_the_middle) killer.join();
-        for (;;) test::run(segment->ring(), rank, Operation::kAllToAll, 0, 3000000);
+        for (;;) test::run(ring, rank, Operation::kAllToAll, 0, 3000000);
       }
       std::string message;
-      while (message.empty()) message = test::run(segment->ring(), rank, Operation::kAllToAll, 0, 3000000);
-      const std::string again = test::run(segment->ring(), rank, Operation::kShift, 1, 1);
+      while (message.empty()) message = test::run(ring, rank, Operation::kAllToAll, 0, 3000000);
+      const std::string again = test::run(ring, rank, Operation::kShift, 1, 1);
       return again == message ? message : "another error: " + again;
     });
     const auto messages = processes.messages();
@@ -148,35 +148,14 @@ void deaths_before_they_attach() {
     CHECK(has(messages[rank], "rank 1 (process ") && has(messages[rank], ") has ended"), messages[rank]);
 }
 
-// One rank leaves, as at exit while one of its threads may be inside an exchange, or detaches. Its process is alive.
-void departures() {
-  for (const bool detaches : {false, true}) {
-    Processes processes;
-    processes.start(2, [=](auto& segment, int64_t rank) {
-      const std::string message = test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000000);
-      if (rank == 0) return message + test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000000);
-      if (detaches) {
-        segment.reset();
-      } else {
-        static const auto attached = segment;  // until the process ends
-        attached->ring().leave();
-      }
-      return message;
-    });
-    const auto messages = processes.messages();
-    CHECK(messages[1].empty(), messages[1]);
-    CHECK(has(messages[0], "waits for rank 1 (process ") && has(messages[0], "which has left"), messages[0]);
-  }
-}
-
 void lateness() {
   Processes processes;
   processes.start(
       2,
-      [](auto& segment, int64_t rank) {
+      [](auto& ring, int64_t rank) {
         if (rank == 1) usleep(600000);
         std::string message;
-        while (message.empty()) message = test::run(segment->ring(), rank, Operation::kBroadcast, 1, 10);
+        while (message.empty()) message = test::run(ring, rank, Operation::kBroadcast, 1, 10);
         return message;
       },
       std::chrono::milliseconds(300));
@@ -190,29 +169,20 @@ void lateness() {
 void disagreements() {
   for (const int64_t operation : {0, 1, 2, 3}) {
     Processes processes;
-    processes.start(3, [=](auto& segment, int64_t rank) {
+    processes.start(3, [=](auto& ring, int64_t rank) {
       const auto same = static_cast<Operation>(operation),
                  other = operation == 3 ? Operation::kShift : Operation::kBroadcast;
-      if (rank == 2) return test::run(segment->ring(), rank, other, 1, 500000);
-      return test::run(segment->ring(), rank, same, operation >= 2 ? 2 : 0, 1000000);
+      if (rank == 2) return test::run(ring, rank, other, 1, 500000);
+      return test::run(ring, rank, same, operation >= 2 ? 2 : 0, 1000000);
     });
     for (const std::string& message : processes.messages()) {
       CHECK(has(message, "every rank must run the same exchanges") || has(message, "gave up"), message);
     }
   }
-  // As many bytes, but another digest.
-  Processes same;
-  same.start(2, [](auto& segment, int64_t rank) {
-    uint8_t in[20] = {}, out[20];
-    const Status error = segment->ring().run({Operation::kAllToAll, 0, 10, in, out, rank});
-    return error ? error->message : "";
-  });
-  for (const std::string& message : same.messages())
-    CHECK(has(message, "of other arrays, or of another codec, schedule or divisor"), message);
   // In a broadcast from rank 0, ranks 1 and 2 receive nothing from each other.
   Processes processes;
-  processes.start(3, [](auto& segment, int64_t rank) {
-    return test::run(segment->ring(), rank, Operation::kBroadcast, 0, rank == 2 ? 11 : 10);
+  processes.start(3, [](auto& ring, int64_t rank) {
+    return test::run(ring, rank, Operation::kBroadcast, 0, rank == 2 ? 11 : 10);
   });
   const auto messages = processes.messages();
   for (const std::string& message : messages) CHECK(has(message, "10 bytes") || has(message, "gave up"), message);
@@ -311,7 +281,6 @@ int main() {
   exchanges();
   deaths();
   deaths_before_they_attach();
-  departures();
   lateness();
   disagreements();
   garbage();
