@@ -6,9 +6,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <thread>
 #include <vector>
 
+#include "check.h"
 #include "sent.h"
 #include "shm/ring.h"
 
@@ -21,15 +21,11 @@ std::vector<std::string> on_ranks(int64_t ranks, const Body& body) {
   void* memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::memset(memory, 0, bytes);
   std::vector<std::string> messages(ranks);
-  std::vector<std::thread> threads;
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      shm::Ring ring(memory, rank, ranks, std::chrono::seconds(60));
-      const Status error = ring.join(std::vector<int64_t>(ranks, getpid()));
-      messages[rank] = error ? error->message : body(ring, rank);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  each_rank(ranks, [&](int64_t rank) {
+    shm::Ring ring(memory, rank, ranks, std::chrono::seconds(60));
+    const Status error = ring.join(std::vector<int64_t>(ranks, getpid()));
+    messages[rank] = error ? error->message : body(ring, rank);
+  });
   std::free(memory);
   return messages;
 }

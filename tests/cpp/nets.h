@@ -17,10 +17,6 @@ namespace jaxcgx::test {
 using namespace std::chrono_literals;
 using tcp::Net;
 
-inline bool has(const std::string& message, const std::string& words) {
-  return message.find(words) != std::string::npos;
-}
-
 class Waiter {
  public:
   std::function<void(const Status&)> done() {
@@ -66,19 +62,19 @@ inline std::pair<tcp::Socket, tcp::Socket> connection() {
   return {std::move(first), tcp::Socket(accept(listener.number(), nullptr, nullptr))};
 }
 
-inline int64_t lanes = 1;    // connections for the data that a device sends to a process
-inline int64_t devices = 1;  // of a process
-inline double pace = 0;      // bytes per second
+inline int64_t lanes = 1;  // connections for the data that a device sends to a process
+inline double pace = 0;    // bytes per second
 
 inline std::shared_ptr<Net> made(int64_t process, std::vector<tcp::Connection> connections,
-                                 std::chrono::milliseconds silence = 30s) {
+                                 std::chrono::milliseconds silence, int64_t devices = 1) {
   auto net = Net::make(process, std::move(connections), devices, silence, pace);
   CHECK(std::holds_alternative<std::shared_ptr<Net>>(net), "make");
   return std::get<0>(net);
 }
 
-// Processes, each connected to every other.
-inline std::vector<std::shared_ptr<Net>> connected(int64_t processes, std::chrono::milliseconds silence = 30s) {
+// Processes with so many devices each, connected to every other one.
+inline std::vector<std::shared_ptr<Net>> connected(int64_t processes, std::chrono::milliseconds silence = 30s,
+                                                   int64_t devices = 1) {
   std::vector<std::vector<tcp::Connection>> all(processes);
   for (auto& one : all) one.resize(processes);
   for (int64_t i = 0; i < processes; ++i) {
@@ -94,7 +90,7 @@ inline std::vector<std::shared_ptr<Net>> connected(int64_t processes, std::chron
     }
   }
   std::vector<std::shared_ptr<Net>> nets;
-  for (int64_t i = 0; i < processes; ++i) nets.push_back(made(i, std::move(all[i]), silence));
+  for (int64_t i = 0; i < processes; ++i) nets.push_back(made(i, std::move(all[i]), silence, devices));
   return nets;
 }
 

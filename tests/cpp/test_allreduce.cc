@@ -1,8 +1,5 @@
 // Sums among processes whose devices add their leaves in memory first. Each process is a Net, and each device a thread.
-#include <cmath>
-#include <condition_variable>
 #include <random>
-#include <thread>
 
 #include "check.h"
 #include "nets.h"
@@ -10,11 +7,8 @@
 
 using namespace jaxcgx;
 using namespace jaxcgx::test;
-using tcp::Net;
 
 namespace {
-
-using namespace std::chrono_literals;
 
 constexpr int64_t kProcesses = 2, kDevices = 3, kSize = 50'001;  // the last share is padded
 
@@ -67,11 +61,11 @@ struct Sum {
 // destroyed: the last function that holds it may be one that it calls itself.
 void each_device(const std::function<void(const std::shared_ptr<Net>&, int64_t, int64_t)>& body) {
   static auto& all = *new std::vector<std::vector<std::shared_ptr<Net>>>;
-  const std::vector<std::shared_ptr<Net>>& nets = all.emplace_back(connected(kProcesses));
-  std::vector<std::thread> threads;
-  for (int64_t i = 0; i < kProcesses * kDevices; ++i)
-    threads.emplace_back([&, i] { body(nets[static_cast<size_t>(i / kDevices)], i / kDevices, i % kDevices); });
-  for (auto& thread : threads) thread.join();
+  const std::vector<std::shared_ptr<Net>>& nets = all.emplace_back(connected(kProcesses, 30s, kDevices));
+  each_rank(kProcesses * kDevices, [&](int64_t i) {
+    const int64_t process = i / kDevices;
+    body(nets[static_cast<size_t>(process)], process, i % kDevices);
+  });
 }
 
 void test_sums() {
@@ -81,8 +75,7 @@ void test_sums() {
       if (random() % 4 == 0) std::this_thread::sleep_for(1ms);
       Sum first(net, process, device, number % 2, number, 30s),
           second(net, process, device, number % 3, number + 1, 30s);
-      const std::string error = first.result(number) + second.result(number + 1);
-      CHECK(error.empty(), error);
+      CHECK_NO_ERROR(first.result(number) + second.result(number + 1));
     }
   });
 }
@@ -91,9 +84,8 @@ void test_sums() {
 void test_a_late_device() {
   each_device([](const auto& net, int64_t process, int64_t device) {
     if (process == 0 && device == 2) return;
-    const std::string error = Sum(net, process, device, true, 1, 300ms).result(1);
-    CHECK(has(error, process == 0 ? "device 2 of this process), which has not come within 300 ms" : "process 0"),
-          error);
+    CHECK_ERROR(Sum(net, process, device, true, 1, 300ms).result(1),
+                process == 0 ? "device 2 of this process), which has not come within 300 ms" : "process 0");
   });
 }
 
@@ -116,15 +108,14 @@ void test_a_process_ends() {
 
 void test_devices_that_differ() {
   each_device([](const auto& net, int64_t process, int64_t device) {
-    const std::string error = Sum(net, process, device, true, 1 + (device == 1), 30s).result(1);
-    CHECK(has(error, "has other arrays, or another codec") || has(error, "gave up"), error);
+    CHECK_ERROR(Sum(net, process, device, true, 1 + (device == 1), 30s).result(1),
+                "has other arrays, or another codec", "gave up");
   });
 }
 
 }  // namespace
 
 int main() {
-  devices = kDevices;
   test_sums();
   test_a_late_device();
   test_a_process_ends();

@@ -118,6 +118,12 @@ struct Rank {
   }
 };
 
+template <class Buffers>
+tcp::Allreduce::Outputs outputs_of(const Asked& k, const Buffers& out, const Buffers& residuals) {
+  if (k.parents.empty()) return {pointers<float>(out), {}, pointers<float>(residuals)};
+  return {{}, pointers<void>(out), pointers<float>(residuals)};
+}
+
 std::string on_cpu(const Asked& k, const std::shared_ptr<Net>& net, int64_t process, Rank& r) {
   static auto& memory = *new std::shared_ptr<tcp::Workspaces>(std::make_shared<tcp::Workspaces>());
   const bool noise = k.codec.stochastic;
@@ -130,13 +136,7 @@ std::string on_cpu(const Asked& k, const std::shared_ptr<Net>& net, int64_t proc
                   noise && !k.parents.empty() ? hop_key : nullptr},
                  one_thread());
   Waiter waiter;
-  tcp::Allreduce::Outputs outputs;
-  if (k.parents.empty())
-    outputs.sums = pointers<float>(r.out);
-  else
-    outputs.results = pointers<void>(r.out);
-  outputs.residuals = pointers<float>(r.residuals);
-  tcp::end(running, outputs, waiter.done());
+  tcp::end(running, outputs_of(k, r.out, r.residuals), waiter.done());
   return waiter.wait();
 }
 
@@ -205,15 +205,9 @@ std::string on_gpu(const Asked& k, const std::shared_ptr<Net>& net, int64_t proc
   }
   if (options.apart && cudaStreamSynchronize(stream) != cudaSuccess) return "cudaStreamSynchronize";
   if (!options.begun()) return "not ended";
-  tcp::Allreduce::Outputs outputs;
-  if (two_shot)
-    outputs.results = pointers<void>(out);
-  else
-    outputs.sums = pointers<float>(out);
-  outputs.residuals = pointers<float>(residuals);
   const cudaStream_t last = options.apart ? later : stream;
   sum_begun.ended = true;
-  if (const auto failed = tcp::Gpu::end(net, running, outputs, last)) return text_of(failed);
+  if (const auto failed = tcp::Gpu::end(net, running, outputs_of(k, out, residuals), last)) return text_of(failed);
   if (cudaStreamSynchronize(last) != cudaSuccess) return "cudaStreamSynchronize";
   for (size_t i = 0; i < out.size(); ++i) r.out[i] = out[i].copy();
   for (size_t i = 0; i < residuals.size(); ++i) r.residuals[i] = residuals[i].copy();
@@ -224,22 +218,15 @@ template <class F>
 std::vector<Rank> run(const Asked& k, const std::vector<std::shared_ptr<Net>>& nets, F f) {
   std::vector<Rank> ranks;
   for (int64_t rank = 0; rank < k.ranks; ++rank) ranks.emplace_back(k, 7 + static_cast<uint64_t>(rank));
-  std::vector<std::thread> threads;
-  for (int64_t rank = 0; rank < k.ranks; ++rank)
-    threads.emplace_back([&, rank] { f(nets[static_cast<size_t>(rank)], rank, ranks[static_cast<size_t>(rank)]); });
-  for (auto& thread : threads) thread.join();
+  each_rank(k.ranks, [&](int64_t rank) { f(nets[static_cast<size_t>(rank)], rank, ranks[static_cast<size_t>(rank)]); });
   return ranks;
 }
 
 void compare_sums(const Asked& k, const std::vector<std::shared_ptr<Net>>& nets, bool apart) {
-  const auto expected = run(k, nets, [&](const auto& net, int64_t rank, Rank& r) {
-    const std::string error = on_cpu(k, net, rank, r);
-    CHECK(error.empty(), error);
-  });
-  const auto got = run(k, nets, [&](const auto& net, int64_t rank, Rank& r) {
-    const std::string error = on_gpu(k, net, rank, r, {apart});
-    CHECK(error.empty(), error);
-  });
+  const auto expected =
+      run(k, nets, [&](const auto& net, int64_t rank, Rank& r) { CHECK_NO_ERROR(on_cpu(k, net, rank, r)); });
+  const auto got =
+      run(k, nets, [&](const auto& net, int64_t rank, Rank& r) { CHECK_NO_ERROR(on_gpu(k, net, rank, r, {apart})); });
   for (size_t rank = 0; rank < got.size(); ++rank) {
     const std::string context = describe(got[rank].m.layout) + (k.parents.empty() ? " one_shot" : " two_shot") +
                                 " rank " + std::to_string(rank) + (k.own ? " own" : "") +
@@ -343,9 +330,9 @@ void test_calls_that_fail() {
     cuda_emulator::fail(0, cudaSuccess);
     int64_t calls = 0;
     for (const std::string& error : errors) {
-      const bool of_cuda = error.compare(0, 4, "cuda") == 0 || error.find("kernel") != std::string::npos;
+      const bool of_cuda = error.compare(0, 4, "cuda") == 0 || has(error, "kernel");
       calls += of_cuda;
-      CHECK(error.empty() || of_cuda || error.find("has ended or left") != std::string::npos, error);
+      CHECK(error.empty() || of_cuda || has(error, "has ended or left"), error);
     }
     CHECK(calls <= 1, errors[0] + " and " + errors[1]);
     reached += calls;
@@ -366,7 +353,7 @@ void test_a_process_that_leaves() {
         return false;
       };
       const std::string error = on_gpu(k, net, rank, r, {false, [] {}, begun});
-      if (rank != 1) CHECK(error.find("process 1") != std::string::npos, error);
+      if (rank != 1) CHECK(has(error, "process 1"), error);
     });
   }
 }
@@ -393,15 +380,14 @@ void test_shared_memory() {
   const Runner runner = [](shm::Ring& ring, const shm::Exchange& e) { return on_gpu(ring, e, false); };
   for (int64_t ranks = 1; ranks <= 3; ++ranks) {
     const auto all = [&](shm::Ring& ring, int64_t rank) { return run_all(ring, rank, runner); };
-    for (const std::string& message : on_ranks(ranks, all)) CHECK(message.empty(), message);
+    for (const std::string& message : on_ranks(ranks, all)) CHECK_NO_ERROR(message);
   }
   const auto fails = [](shm::Ring& ring, int64_t rank) {
     const Runner failing = [](shm::Ring& ring, const shm::Exchange& e) { return on_gpu(ring, e, true); };
     return test::run(ring, rank, shm::Operation::kAllGather, 0, 300000, 0, rank == 1 ? failing : run_here);
   };
   const auto messages = on_ranks(2, fails);
-  CHECK(messages[0].find("has left") != std::string::npos && messages[1].rfind("cuda", 0) == 0,
-        messages[0] + messages[1]);
+  CHECK(has(messages[0], "has left") && messages[1].rfind("cuda", 0) == 0, messages[0] + messages[1]);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ int main() {
   for (int64_t ranks = 1; ranks <= 4; ++ranks) {
     for (const std::string& message :
          test::on_ranks(ranks, [](auto& ring, int64_t rank) { return test::run_all(ring, rank); }))
-      CHECK(message.empty(), message);
+      CHECK_NO_ERROR(message);
   }
   const auto many = [](shm::Ring& ring, int64_t rank) {
     std::string message;
@@ -17,7 +17,7 @@ int main() {
     }
     return message;
   };
-  for (const std::string& message : test::on_ranks(3, many)) CHECK(message.empty(), message);
+  for (const std::string& message : test::on_ranks(3, many)) CHECK_NO_ERROR(message);
   // Exchanges in two threads of a rank run one after the other.
   const auto twice = [](shm::Ring& ring, int64_t rank) {
     std::string first, second;
@@ -26,6 +26,6 @@ int main() {
     other.join();
     return first + second;
   };
-  for (const std::string& message : test::on_ranks(2, twice)) CHECK(message.empty(), message);
+  for (const std::string& message : test::on_ranks(2, twice)) CHECK_NO_ERROR(message);
   return test::finish();
 }

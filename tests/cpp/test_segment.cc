@@ -19,6 +19,7 @@
 
 using namespace jaxcgx;
 using shm::Operation;
+using test::has;
 
 namespace {
 
@@ -88,8 +89,6 @@ class Processes {
   std::vector<int> created_;
 };
 
-bool has(const std::string& message, const std::string& words) { return message.find(words) != std::string::npos; }
-
 int64_t open_descriptors() {
   int64_t count = 0;
   DIR* all = opendir("/proc/self/fd");
@@ -110,7 +109,7 @@ void exchanges() {
   Processes processes;  // several jobs at once
   const auto all = [](auto& ring, int64_t rank) { return test::run_all(ring, rank); };
   for (int64_t ranks = 1; ranks <= 4; ++ranks) processes.start(ranks, all);
-  for (const std::string& message : processes.messages()) CHECK(message.empty(), message);
+  for (const std::string& message : processes.messages()) CHECK_NO_ERROR(message);
 }
 
 void deaths() {
@@ -175,17 +174,15 @@ void disagreements() {
       if (rank == 2) return test::run(ring, rank, other, 1, 500000);
       return test::run(ring, rank, same, operation >= 2 ? 2 : 0, 1000000);
     });
-    for (const std::string& message : processes.messages()) {
-      CHECK(has(message, "every rank must run the same exchanges") || has(message, "gave up"), message);
-    }
+    for (const std::string& message : processes.messages())
+      CHECK_ERROR(message, "every rank must run the same exchanges", "gave up");
   }
   // In a broadcast from rank 0, ranks 1 and 2 receive nothing from each other.
   Processes processes;
   processes.start(3, [](auto& ring, int64_t rank) {
     return test::run(ring, rank, Operation::kBroadcast, 0, rank == 2 ? 11 : 10);
   });
-  const auto messages = processes.messages();
-  for (const std::string& message : messages) CHECK(has(message, "10 bytes") || has(message, "gave up"), message);
+  for (const std::string& message : processes.messages()) CHECK_ERROR(message, "10 bytes", "gave up");
 }
 
 // Random bytes fill all of the memory. The exchanges of the others end, with an error or with wrong bytes.
@@ -220,15 +217,10 @@ void garbage() {
 void names() {
   const int64_t before = open_descriptors();
   for (const char* bad : {"", "x", "1:2", "jaxcgx"})
-    CHECK(has(refusal(bad, 0, 1), "expected a name that create gave"), bad);
-  CHECK(has(refusal("2147483647:3:1", 0, 1), "No such file or directory; the ranks must be living processes"),
-        refusal("2147483647:3:1", 0, 1));
-  for (const int64_t ranks : {0, 1025}) {
-    const auto created = shm::create(ranks);
-    CHECK(created.index() == 1 &&
-              has(std::get<1>(created).what, "expected 1 to 1024 ranks, got " + std::to_string(ranks)),
-          "");
-  }
+    CHECK_ERROR(refusal(bad, 0, 1), "expected a name that create gave");
+  CHECK_ERROR(refusal("2147483647:3:1", 0, 1), "No such file or directory; the ranks must be living processes");
+  for (const int64_t ranks : {0, 1025})
+    CHECK_ERROR(std::get<1>(shm::create(ranks)).what, "expected 1 to 1024 ranks, got " + std::to_string(ranks));
   // As if there were too little memory.
   struct rlimit limit;
   getrlimit(RLIMIT_FSIZE, &limit);
@@ -237,25 +229,23 @@ void names() {
   setrlimit(RLIMIT_FSIZE, &small);
   const auto failed = shm::create(2);
   setrlimit(RLIMIT_FSIZE, &limit);
-  CHECK(failed.index() == 1 && has(std::get<1>(failed).what, "bytes that 2 ranks share: File too large; free some"),
-        "");
+  CHECK_ERROR(std::get<1>(failed).what, "bytes that 2 ranks share: File too large; free some");
   const std::string name = Processes::name_of(2);
   CHECK(name != Processes::name_of(2), name);
-  CHECK(has(refusal(name, 2, 2), "got rank 2 of 2"), refusal(name, 2, 2));
-  CHECK(has(refusal(name, -1, 2), "got rank -1 of 2"), refusal(name, -1, 2));
-  CHECK(has(refusal(name, 0, 3), "is for 2 ranks, got rank 0 of 3"), refusal(name, 0, 3));
-  CHECK(has(refusal(name + "0", 0, 2), "is not, or no longer, the memory"), refusal(name + "0", 0, 2));
+  CHECK_ERROR(refusal(name, 2, 2), "got rank 2 of 2");
+  CHECK_ERROR(refusal(name, -1, 2), "got rank -1 of 2");
+  CHECK_ERROR(refusal(name, 0, 3), "is for 2 ranks, got rank 0 of 3");
+  CHECK_ERROR(refusal(name + "0", 0, 2), "is not, or no longer, the memory");
   // A file that is not the segment's stays open.
   const int file = open("/dev/null", O_RDWR);
-  CHECK(has(refusal(std::to_string(getpid()) + ":" + std::to_string(file) + ":1", 0, 1),
-            "is not, or no longer, the memory"),
-        "");
+  CHECK_ERROR(refusal(std::to_string(getpid()) + ":" + std::to_string(file) + ":1", 0, 1),
+              "is not, or no longer, the memory");
   CHECK(fcntl(file, F_GETFD) >= 0, "");
   close(file);
   // No process can make the memory smaller or larger.
   const int memory = Processes::descriptor_of(name);
   CHECK(ftruncate(memory, 1) != 0 && ftruncate(memory, 1 << 30) != 0, "");
-  CHECK(has(refusal(name, 0, 2), "rank 1 has not come within 50 ms"), refusal(name, 0, 2));
+  CHECK_ERROR(refusal(name, 0, 2), "rank 1 has not come within 50 ms");
   CHECK(fcntl(memory, F_GETFD) < 0, "the creator, having attached, closes it");
   close(memory + 1);  // of the second name
   CHECK(open_descriptors() == before,
@@ -268,8 +258,8 @@ void doubles() {
   for (int i = 0; i < 2; ++i) processes.start([=] { return refusal(name, 1, 2); });
   const auto messages = processes.messages();
   for (const std::string& message : messages)
-    CHECK(has(message, "there already is a rank 1 (process ") || has(message, "rank 0 has not come"), message);
-  CHECK(has(messages[0] + messages[1], "there already is a rank 1"), messages[0]);
+    CHECK_ERROR(message, "there already is a rank 1 (process ", "rank 0 has not come");
+  CHECK_ERROR(messages[0] + messages[1], "there already is a rank 1");
   close(Processes::descriptor_of(name));
 }
 
