@@ -54,6 +54,17 @@ void run(cuda::Status (*operation)(const Args&, cudaStream_t), const std::common
   check(cuda::run(operation, args, nullptr));
 }
 
+// Encodes a message of one row, whose bytes must be those of the CPU. Returns the workspace as it was left.
+inline Memory compare_encoded(const Message& m) {
+  const Layout& l = m.layout;
+  const Memory payload(l.chunk_bytes, 0x54);
+  Memory work(cuda::workspace_bytes(l, 1, 0, true));
+  const auto leaves = pointers<const void>(m.leaves);
+  run(cuda::encode, {l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()});
+  CHECK(payload == encode(m, one_thread()), describe(l));
+  return work;
+}
+
 struct Case {
   Codec codec;
   std::vector<Leaf> shapes;

@@ -161,13 +161,16 @@ void nothing() {
   };
   const uint32_t key[kKeyWords] = {};
   const int32_t where[2] = {2, 1};
-  for (const auto& shapes : {std::vector<Leaf>{}, std::vector<Leaf>{{0, DType::kF32}, {0, DType::kBF16}}}) {
-    const Layout l({Kind::kMaxMin, 4, 512, false, false, false}, shapes, 3);
-    for (const int64_t batch : {0, 1}) {
-      run_alone(cuda::encode, Encode{l, batch, in, ids, key, nullptr, nullptr, nullptr, nullptr});
-      run_alone(cuda::decode, Decode{l, batch, nullptr, out, nullptr});
-      run_alone(cuda::reduce,
-                Reduce{l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, key, nullptr});
+  for (const Codec& codec : {Codec{Kind::kMaxMin, 4, 512}, topk(0.5, Select::kExact, {Kind::kRaw})}) {
+    for (const auto& shapes : {std::vector<Leaf>{}, std::vector<Leaf>{{0, DType::kF32}, {0, DType::kBF16}}}) {
+      const Layout l(codec, shapes, 3);
+      for (const int64_t batch : {0, 1}) {
+        CHECK(cuda::workspace_bytes(l, batch, 2, true) == 0, describe(l));
+        run_alone(cuda::encode, Encode{l, batch, in, ids, key});
+        run_alone(cuda::decode, Decode{l, batch, nullptr, out});
+        run_alone(cuda::reduce, Reduce{l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, key});
+        if (is_sparse(codec.kind)) run_alone(cuda::clear, Clear{l, batch, nullptr, out});
+      }
     }
   }
   const Layout of_no_element(topk(0.0, Select::kExact, {Kind::kRaw, 0, 0, false, false, false}), {{1000, DType::kF32}},
@@ -255,19 +258,20 @@ void too_large() {
       raw{Kind::kRaw, 0, 0, false, false, false}, lossless{Kind::kLossless, 0, 0, false, false, false};
   const auto refused = [&](const Codec& codec, int64_t size, int64_t chunks, int64_t batch) {
     const Layout l(codec, {{size, DType::kF32}}, chunks);
-    return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error ==
-               cudaErrorInvalidConfiguration &&
-           cuda::decode({l, batch, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
-           cuda::reduce(
-               {l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr},
-               nullptr)
-                   .error == cudaErrorInvalidConfiguration;
+    Reduce r{l, batch, 1};
+    r.leaf_ids = ids;
+    const auto is_refused = [](const cuda::Status& s) { return s.error == cudaErrorInvalidConfiguration; };
+    return is_refused(cuda::encode({l, batch, in, ids}, nullptr)) && is_refused(cuda::decode({l, batch}, nullptr)) &&
+           is_refused(cuda::reduce(r, nullptr)) &&
+           (!is_sparse(codec.kind) || is_refused(cuda::clear({l, batch}, nullptr)));
   };
   CHECK(refused(maxmin, 1, 1, (int64_t{1} << 30) + 1), "slots");
   CHECK(refused(maxmin, 1, 1 << 20, (1 << 10) + 1), "slots of many chunks");
   CHECK(refused(tiny, int64_t{1} << 36, 1, 1), "metadata");
   CHECK(refused(raw, int64_t{1} << 37, 1, 1), "tiles");
   CHECK(refused(lossless, int64_t{1} << 33, 1, 1), "overflow");
+  CHECK(refused(topk(0.1, Select::kExact, raw), 1, 1, (int64_t{1} << 30) + 1), "rows of TopK");
+  CHECK(refused(topk(0.9, Select::kExact, raw), kMostIndices, 1, 2), "workspace of TopK");
 }
 
 }  // namespace

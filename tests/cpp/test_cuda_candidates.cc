@@ -6,17 +6,6 @@
 namespace jaxcgx::test {
 namespace {
 
-// Encodes a message, and returns the workspace as it was left.
-Memory workspace_after(const Message& m) {
-  const Layout& l = m.layout;
-  const Memory payload(l.chunk_bytes, 0x54);
-  Memory work(cuda::workspace_bytes(l, 1, 0, true));
-  const auto leaves = pointers<const void>(m.leaves);
-  run(cuda::encode, {l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()});
-  CHECK(payload == encode(m, one_thread()), describe(l));
-  return work;
-}
-
 // Usual numbers are read twice: enough of them reach the first threshold, and there is room for all candidates. The
 // bytes would be the same without that, so only the time would show it.
 void usual() {
@@ -32,7 +21,7 @@ void usual() {
       for (int j = 0; j < 6 && (!zeros || i % 89 == 0); ++j) x += r.uniform() - r.uniform();
     }
     const Layout& l = m.layout;
-    const Memory work = workspace_after(m);
+    const Memory work = compare_encoded(m);
     const auto k = static_cast<uint32_t>(capacity(c.sparse, n));
     const cuda::SelectionWords words(c.sparse, n, k);
     const auto& state = *reinterpret_cast<const cuda::State*>(work.data());
@@ -50,7 +39,7 @@ void once() {
   c.sparse.share = 0.2, c.sparse.lower = 0.1;
   const Message m(c, {{50000, DType::kF32}, {3000, DType::kF32}}, 1, 1, r);  // the first one's sample takes 3 turns
   const Layout& l = m.layout;
-  const Memory work = workspace_after(m);
+  const Memory work = compare_encoded(m);
   const auto* const small = reinterpret_cast<const cuda::State*>(work.data() + 4 * cuda::kStateWords);
   for (const cuda::Progress& p : small->progress) CHECK(p.done == cuda::Done::kPicked, describe(l));
 }

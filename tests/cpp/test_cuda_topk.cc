@@ -57,13 +57,7 @@ void misleading() {
   const auto encoded = [&](const Codec& c, auto number, int64_t n = 5000) {
     Message m(c, {{n, DType::kF32}}, 1, 1, r);
     for (int64_t i = 0; i < n; ++i) m.leaves[0].floats()[i] = number(i);
-    const Layout& l = m.layout;
-    const Memory expected = encode(m, one_thread()), payload(l.chunk_bytes, 0x54),
-                 work(cuda::workspace_bytes(l, 1, 0, true));
-    const auto leaves = pointers<const void>(m.leaves);
-    run(cuda::encode,
-        {l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()});
-    CHECK(payload == expected, describe(l));
+    compare_encoded(m);
   };
   for (const Select select : kSelections) {
     Codec c = topk(0.02, select, kRaw);
@@ -122,49 +116,11 @@ void nowhere() {
   }
 }
 
-void nothing() {
-  const void* const in[2] = {};
-  void* const out[2] = {};
-  const int64_t ids[2] = {};
-  const int32_t where[2] = {};
-  for (const auto& shapes : {std::vector<Leaf>{}, std::vector<Leaf>{{0, DType::kF32}, {0, DType::kBF16}}}) {
-    const Layout l(topk(0.5, Select::kExact, kRaw), shapes, 3);
-    for (const int64_t batch : {0, 1}) {
-      CHECK(cuda::workspace_bytes(l, batch, 2, true) == 0, "workspace");
-      run(cuda::encode, {l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr});
-      run(cuda::decode, {l, batch, nullptr, out, nullptr});
-      run(cuda::reduce, {l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr});
-      run(cuda::clear, {l, batch, nullptr, out, nullptr});
-    }
-  }
-}
-
-// A message whose workspace or rows overflow a table's numbers is refused before any buffer is touched.
-void too_large() {
-  const void* const in[1] = {};
-  const int64_t ids[1] = {};
-  const auto refused = [&](double ratio, int64_t size, int64_t batch) {
-    const Layout l(topk(ratio, Select::kExact, kRaw), {{size, DType::kF32}}, 1);
-    return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error ==
-               cudaErrorInvalidConfiguration &&
-           cuda::decode({l, batch, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
-           cuda::clear({l, batch, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
-           cuda::reduce(
-               {l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr},
-               nullptr)
-                   .error == cudaErrorInvalidConfiguration;
-  };
-  CHECK(refused(0.1, 1, (int64_t{1} << 30) + 1), "rows");
-  CHECK(refused(0.9, kMostIndices, 2), "workspace");
-}
-
 }  // namespace
 }  // namespace jaxcgx::test
 
 int main() {
   using namespace jaxcgx::test;
-  nothing();
-  too_large();
   nowhere();
   any_list();
   misleading();
