@@ -1,11 +1,12 @@
 // The initialize stage of the CUDA handlers, on cuda_emulator/: it loads the kernels that a call launches, once for all
-// calls alike.
+// calls alike. And the messages of errors.
 #include <deque>
 #include <memory>
 
 #include "codec/fields.h"
 #include "cuda_message.h"
 #include "handlers/cuda.h"
+#include "handlers/cuda_error.h"
 
 namespace jaxcgx::test {
 namespace {
@@ -161,6 +162,23 @@ void test_patches(DataType type) {
       context, none, {words, heads, {DataType::S64, blocks}, {DataType::U8, 0}}, {words, {DataType::U8, blocks}});
 }
 
+void test_messages_of_errors() {
+  const std::string no_code = no_code_message("encode", "sm_80, sm_90, compute_90", "Tesla T4 (sm_75)");
+  CHECK(
+      no_code ==
+          "jaxcgx_encode: this build has code for sm_80, sm_90, compute_90; this GPU is Tesla T4 (sm_75): build jaxcgx "
+          "with a CUDA compiler that knows that GPU, or name its architecture in CMAKE_CUDA_ARCHITECTURES",
+      no_code);
+  const std::string old_driver = old_driver_message("encode", 13000, 12040);
+  CHECK(old_driver ==
+            "jaxcgx_encode: this build is of CUDA 13.0; this machine's driver is for CUDA 12.4 at most: update the "
+            "driver, or build jaxcgx with nvcc 12.4 or earlier",
+        old_driver);
+  const std::string failed =
+      failed_call_message("reduce", "cudaLaunchKernel", "cudaErrorInvalidValue", "invalid argument");
+  CHECK(failed == "jaxcgx_reduce: cudaLaunchKernel failed with cudaErrorInvalidValue (invalid argument)", failed);
+}
+
 }  // namespace
 }  // namespace jaxcgx::test
 
@@ -172,5 +190,6 @@ int main() {
     for (const bool feedback : {false, true}) test::test_messages(codec, feedback);
   }
   for (const auto type : {xla::ffi::DataType::U8, xla::ffi::DataType::U32}) test::test_patches(type);
+  test::test_messages_of_errors();
   return test::finish();
 }

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 64;
 
-void ok(cudaError_t error) { CHECK(error == cudaSuccess, cudaGetErrorName(error)); }
+void ok(cudaError_t error) { CHECK(error == cudaSuccess, std::to_string(error)); }
 
 cudaStream_t new_stream() {
   cudaStream_t stream = nullptr;
