@@ -496,8 +496,7 @@ struct Work {
                                : batch) {
     for (size_t c = 0; c + 1 < l.first.size(); ++c) {
       int64_t found = 0;
-      for (int64_t k = l.first[c]; k < l.first[c + 1]; ++k)
-        found += div_up(l.pieces[static_cast<size_t>(k)].coded, kLosslessBlock);
+      for (const Piece& p : l.pieces_of(static_cast<int64_t>(c))) found += div_up(p.coded, kLosslessBlock);
       blocks = std::max(blocks, found);
       most_overflow = std::max(most_overflow, l.end[c] - l.overflow[c]);
     }

@@ -209,8 +209,7 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<Row>), const cha
       const auto clear_to = [&](int64_t end) {
         if (clears_gaps) add(gap, kGap, at, end - at);
       };
-      for (int64_t k = l.first[static_cast<size_t>(chunk)]; k < l.first[static_cast<size_t>(chunk) + 1]; ++k) {
-        const Piece& p = l.pieces[static_cast<size_t>(k)];
+      for (const Piece& p : l.pieces_of(chunk)) {
         const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
         if (!has_buckets(c.kind))
           add(Item<Row>(l, call.leaves, row, p), is_raw(c.kind) ? kRaw : kCoded, p.codes, p.coded);

@@ -228,8 +228,7 @@ void nowhere() {
     Memory message(chunks * l.chunk_bytes, 0);
     std::memcpy(message.data() + chunk * l.chunk_bytes, a.data(), row);
     const std::vector<Memory> decoded = decode(l, 1, message, one_thread());
-    for (int64_t k = l.first[static_cast<size_t>(chunk)]; k < l.first[static_cast<size_t>(chunk) + 1]; ++k) {
-      const Piece& p = l.pieces[static_cast<size_t>(k)];
+    for (const Piece& p : l.pieces_of(chunk)) {
       for (int64_t i = p.start; i < p.start + p.coded + p.raw; ++i) {
         const uint8_t* leaf = decoded[static_cast<size_t>(p.leaf)].data();
         uint16_t half[2] = {};

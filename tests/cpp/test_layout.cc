@@ -19,8 +19,7 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
   int64_t longest = 0;
   for (int64_t c = 0; c < chunks; ++c) {
     int64_t meta = 0, end = 0, overflow = 0;
-    for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
-      const Piece& p = l.pieces[static_cast<size_t>(k)];
+    for (const Piece& p : l.pieces_of(c)) {
       const Leaf& leaf = leaves[static_cast<size_t>(p.leaf)];
       int64_t& from = reached[static_cast<size_t>(p.leaf)];
       right &=
@@ -57,9 +56,8 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
     right &= l.overflow[static_cast<size_t>(c)] == (end + 15) / 16 * 16;
     if (overflow > 0) end = l.overflow[static_cast<size_t>(c)] + overflow;
     right &= l.meta_end[static_cast<size_t>(c)] == meta;
-    if (l.first[static_cast<size_t>(c)] < l.first[static_cast<size_t>(c) + 1]) {
-      right &= l.pieces[static_cast<size_t>(l.first[static_cast<size_t>(c)])].codes == (meta + 15) / 16 * 16;
-    }
+    const auto pieces = l.pieces_of(c);
+    if (pieces.begin() < pieces.end()) right &= pieces.begin()->codes == (meta + 15) / 16 * 16;
     right &= end <= l.chunk_bytes;
     longest = std::max(longest, end);
   }

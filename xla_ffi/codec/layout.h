@@ -60,6 +60,16 @@ struct Layout {
   int64_t chunks() const { return static_cast<int64_t>(first.size()) - 1; }
   // Returns the offset of a chunk in a payload [rows, chunks, chunk_bytes].
   int64_t chunk_at(int64_t row, int64_t chunk) const { return (row * chunks() + chunk) * chunk_bytes; }
+  struct Range {  // of pieces
+    const Piece *from, *to;
+    const Piece* begin() const { return from; }
+    const Piece* end() const { return to; }
+  };
+  // Returns the pieces of `count` chunks from `chunk` on.
+  Range pieces_of(int64_t chunk, int64_t count = 1) const {
+    const auto c = static_cast<size_t>(chunk);
+    return {pieces.data() + first[c], pieces.data() + first[c + static_cast<size_t>(count)]};
+  }
 
   Layout(const Codec& codec, std::vector<Leaf> leaves_in, int64_t chunks, std::vector<int64_t> shares_in = {})
       : codec(codec), leaves(std::move(leaves_in)), shares(std::move(shares_in)) {

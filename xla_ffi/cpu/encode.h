@@ -34,8 +34,7 @@ inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
   const auto clear_to = [&](int64_t end) {
     if (end > at) std::memset(chunk + at, 0, static_cast<size_t>(end - at));  // an empty message may have no memory
   };
-  for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
-    const Piece& p = l.pieces[static_cast<size_t>(k)];
+  for (const Piece& p : l.pieces_of(c)) {
     const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
     clear_to(p.codes);
     at = p.codes + code_bytes(l.codec, dtype, p);

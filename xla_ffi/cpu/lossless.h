@@ -56,8 +56,7 @@ inline void unpack_elements(const Layout& l, const Piece& p, int64_t begin, int6
 // the end of the overflow.
 inline int64_t move_together(const Layout& l, int64_t c, uint8_t* chunk) {
   int64_t end = l.overflow[static_cast<size_t>(c)];
-  for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
-    const Piece& p = l.pieces[static_cast<size_t>(k)];
+  for (const Piece& p : l.pieces_of(c)) {
     std::memset(chunk + p.codes + 2 * div_up(p.coded, kLosslessBlock), 0,
                 static_cast<size_t>(lossless_head_bytes(p.coded) - 2 * div_up(p.coded, kLosslessBlock)));
     const int64_t most = lossless_most_bytes(dtype_of(l, p), kLosslessBlock);

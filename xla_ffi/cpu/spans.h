@@ -45,10 +45,7 @@ struct Spans {
 
   Spans(const Layout& layout, int64_t batch, const std::function<int64_t(int64_t)>& first_chunk, int64_t chunks) {
     for (int64_t row = 0; row < batch; ++row) {
-      const int64_t c = first_chunk(row);
-      for (int64_t k = layout.first[static_cast<size_t>(c)]; k < layout.first[static_cast<size_t>(c + chunks)]; ++k) {
-        add(layout, layout.pieces[static_cast<size_t>(k)], row);
-      }
+      for (const Piece& p : layout.pieces_of(first_chunk(row), chunks)) add(layout, p, row);
     }
     int64_t elements = kTask;
     for (size_t i = 0; i < spans.size(); ++i) {

@@ -101,9 +101,7 @@ void each_piece(const Layout& l, int64_t batch, FirstChunk first_chunk, int64_t 
   std::vector<size_t> tasks;
   int64_t elements = kTask;
   for (int64_t row = 0; row < batch; ++row) {
-    const auto c = static_cast<size_t>(first_chunk(row));
-    for (int64_t i = l.first[c]; i < l.first[c + static_cast<size_t>(chunks)]; ++i) {
-      const Piece& p = l.pieces[static_cast<size_t>(i)];
+    for (const Piece& p : l.pieces_of(first_chunk(row), chunks)) {
       if (elements >= kTask) tasks.push_back(pieces.size()), elements = 0;
       elements += p.coded;
       pieces.push_back({&p, row});

@@ -72,8 +72,7 @@ class Part {
   // The copy is of `chunks` chunks from chunk `first` on. `dtype`: the dtype of all elements, by default each leaf's.
   Part(const Layout& l, int64_t first, int64_t chunks, std::optional<DType> dtype = std::nullopt)
       : layout_(&l), dtype_(dtype), stretches_(l.leaves.size()) {
-    for (int64_t k = l.first[static_cast<size_t>(first)]; k < l.first[static_cast<size_t>(first + chunks)]; ++k) {
-      const Piece& p = l.pieces[static_cast<size_t>(k)];
+    for (const Piece& p : l.pieces_of(first, chunks)) {
       Stretch& s = stretches_[static_cast<size_t>(p.leaf)];
       if (s.bytes == 0) s.begin = p.start * size(p.leaf);
       s.bytes = (p.start + p.coded + p.raw) * size(p.leaf) - s.begin;
@@ -98,9 +97,7 @@ class Part {
   template <class T>
   void copy(int64_t chunk, const std::vector<T*>& leaves) const {
     if (layout_ == nullptr) return;
-    const std::vector<int64_t>& first = layout_->first;
-    for (int64_t k = first[static_cast<size_t>(chunk)]; k < first[static_cast<size_t>(chunk) + 1]; ++k) {
-      const Piece& p = layout_->pieces[static_cast<size_t>(k)];
+    for (const Piece& p : layout_->pieces_of(chunk)) {
       const auto i = static_cast<size_t>(p.leaf);
       const int64_t at = p.start * size(p.leaf), bytes = (p.coded + p.raw) * size(p.leaf);
       std::memcpy(static_cast<char*>(whole_[i]) + at, reinterpret_cast<const char*>(leaves[i]) + at,
@@ -111,10 +108,8 @@ class Part {
   // Copies the elements of a chunk from a source of float32 numbers.
   void copy(int64_t chunk, const cpu::Source& source) const {
     if (layout_ == nullptr) return;
-    const std::vector<int64_t>& first = layout_->first;
     const cpu::IeeeMode mode;
-    for (int64_t k = first[static_cast<size_t>(chunk)]; k < first[static_cast<size_t>(chunk) + 1]; ++k) {
-      const Piece& p = layout_->pieces[static_cast<size_t>(k)];
+    for (const Piece& p : layout_->pieces_of(chunk)) {
       const auto i = static_cast<size_t>(p.leaf);
       for (int64_t at = p.start, end = p.start + p.coded + p.raw; at < end; at += cpu::kTile) {
         alignas(64) float buffer[cpu::kTile];
@@ -127,10 +122,8 @@ class Part {
 
   // Adds the finite elements of a chunk of whole float32 leaves to this copy, which is float32, too.
   void add(int64_t chunk, const std::vector<float*>& leaves) const {
-    const std::vector<int64_t>& first = layout_->first;
     const cpu::IeeeMode mode;
-    for (int64_t k = first[static_cast<size_t>(chunk)]; k < first[static_cast<size_t>(chunk) + 1]; ++k) {
-      const Piece& p = layout_->pieces[static_cast<size_t>(k)];
+    for (const Piece& p : layout_->pieces_of(chunk)) {
       const auto i = static_cast<size_t>(p.leaf);
       for (int64_t at = p.start; at < p.start + p.coded + p.raw; ++at) {
         const float x = leaves[i][at];
@@ -740,8 +733,7 @@ class Running : public std::enable_shared_from_this<Running> {
   void write_share(int64_t chunk, const std::vector<void*>& whole,
                    const std::function<void(void* const*)>& write) const {
     const Layout& l = a_.layout;
-    const Piece* const begin = l.pieces.data() + l.first[static_cast<size_t>(chunk)];
-    const Piece* const end = l.pieces.data() + l.first[static_cast<size_t>(chunk) + 1];
+    const auto pieces = l.pieces_of(chunk);
     const auto start = [&](const Piece& p) { return place_ * l.leaves[static_cast<size_t>(p.leaf)].size + p.start; };
     const auto count = [&](const Piece& p) {
       return std::clamp(a_.whole[static_cast<size_t>(p.leaf)].size - start(p), int64_t{0}, p.coded + p.raw);
@@ -750,25 +742,25 @@ class Running : public std::enable_shared_from_this<Running> {
       return a_.whole[static_cast<size_t>(p.leaf)].dtype != DType::kF32 || count(p) < p.coded + p.raw;
     };
     int64_t needed = 0;
-    for (const Piece* p = begin; p < end; ++p) needed += elsewhere(*p) ? p->coded + p->raw : 0;
+    for (const Piece& p : pieces) needed += elsewhere(p) ? p.coded + p.raw : 0;
     thread_local std::vector<float> memory;
     if (static_cast<int64_t>(memory.size()) < needed) memory.resize(static_cast<size_t>(needed));
     std::vector<void*> leaves(l.leaves.size());
     float* next = memory.data();
-    for (const Piece* p = begin; p < end; ++p) {
-      const auto i = static_cast<size_t>(p->leaf);
-      float* const numbers = elsewhere(*p) ? next : static_cast<float*>(whole[i]) + start(*p);
-      if (elsewhere(*p)) next += p->coded + p->raw;
-      leaves[i] = reinterpret_cast<void*>(reinterpret_cast<intptr_t>(numbers) - p->start * int64_t{sizeof(float)});
+    for (const Piece& p : pieces) {
+      const auto i = static_cast<size_t>(p.leaf);
+      float* const numbers = elsewhere(p) ? next : static_cast<float*>(whole[i]) + start(p);
+      if (elsewhere(p)) next += p.coded + p.raw;
+      leaves[i] = reinterpret_cast<void*>(reinterpret_cast<intptr_t>(numbers) - p.start * int64_t{sizeof(float)});
     }
     write(leaves.data());
     const cpu::IeeeMode mode;
-    for (const Piece* p = begin; p < end; ++p) {
-      const auto i = static_cast<size_t>(p->leaf);
-      if (!elsewhere(*p)) continue;
+    for (const Piece& p : pieces) {
+      const auto i = static_cast<size_t>(p.leaf);
+      if (!elsewhere(p)) continue;
       const DType dtype = a_.whole[i].dtype;
-      cpu::kernels().store(dtype, static_cast<float*>(leaves[i]) + p->start, count(*p),
-                           cpu::at_element(whole[i], dtype, start(*p)));
+      cpu::kernels().store(dtype, static_cast<float*>(leaves[i]) + p.start, count(p),
+                           cpu::at_element(whole[i], dtype, start(p)));
     }
   }
 
