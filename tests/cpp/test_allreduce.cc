@@ -108,8 +108,8 @@ void test_a_process_ends() {
 
 void test_devices_that_differ() {
   each_device([](const auto& net, int64_t process, int64_t device) {
-    CHECK_ERROR(Sum(net, process, device, true, 1 + (device == 1), 30s).result(1),
-                "has other arrays, or another codec", "gave up");
+    CHECK_ERROR(Sum(net, process, device, true, 1 + (device == 1), 30s).result(1), "has other arrays, or another codec",
+                "gave up");
   });
 }
 

@@ -179,9 +179,8 @@ void disagreements() {
   }
   // In a broadcast from rank 0, ranks 1 and 2 receive nothing from each other.
   Processes processes;
-  processes.start(3, [](auto& ring, int64_t rank) {
-    return test::run(ring, rank, Operation::kBroadcast, 0, rank == 2 ? 11 : 10);
-  });
+  processes.start(
+      3, [](auto& ring, int64_t rank) { return test::run(ring, rank, Operation::kBroadcast, 0, rank == 2 ? 11 : 10); });
   for (const std::string& message : processes.messages()) CHECK_ERROR(message, "10 bytes", "gave up");
 }
 
