@@ -208,24 +208,18 @@ ffi::Error engine_error_of(const std::string& op, const cuda::Status& status) {
   return error_of(op, status);
 }
 
-#define CGX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs()
+#define CGX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+#define CGX_MESSAGE CGX_ON_STREAM.RemainingArgs().RemainingRets().Attrs()
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cuda, decode<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cuda, reduce<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cuda, clear<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_MESSAGE, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cuda, decode<Cuda>, CGX_MESSAGE, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cuda, reduce<Cuda>, CGX_MESSAGE, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cuda, clear<Cuda>, CGX_MESSAGE, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_patch_encode_cuda, encode_patch,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<Heads>()
-                                  .Ret<Bytes>(),
+                              CGX_ON_STREAM.Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<Heads>().Ret<Bytes>(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_patch_apply_cuda, apply_patch,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
+                              CGX_ON_STREAM.Arg<ffi::AnyBuffer>()
                                   .Arg<Heads>()
                                   .Arg<ffi::Buffer<ffi::S64>>()
                                   .Arg<Bytes>()

@@ -101,13 +101,10 @@ ffi::Future begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs ar
                   ffi::Dictionary dictionary) {
   auto asked = read_begin(device, args, rets, dictionary, tcp::the_workspaces());
   if (asked.has_error()) return failed(asked.error());
+  const int64_t batch = asked->sum.batch;
+  if (batch == 0) return available();
   ffi::Promise promise;
   ffi::Future future(promise);
-  const int64_t batch = asked->sum.batch;
-  if (batch == 0) {
-    promise.SetAvailable();
-    return future;
-  }
   const auto& net = tcp::the_net();
   std::shared_ptr<tcp::Running> running;
   if (asked->inside) {
@@ -124,44 +121,33 @@ ffi::Future begin(int32_t device, ffi::ThreadPool threads, ffi::RemainingArgs ar
 ffi::Future end(int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
   auto asked = read_end(args, rets, dictionary);
   if (asked.has_error()) return failed(asked.error());
-  ffi::Promise promise;
-  ffi::Future future(promise);
   const uint64_t ticket = asked->message.batch == 0 ? 0 : tcp::ticket_of(asked->words);
   if (ticket == 0) {
     each_output(*asked, [](void* out, int64_t bytes) { std::memset(out, 0, static_cast<size_t>(bytes)); });
-    promise.SetAvailable();
-    return future;
+    return available();
   }
   const auto running = sum_of(*asked, ticket, device);
   if (running.has_error()) return failed(running.error());
+  ffi::Promise promise;
+  ffi::Future future(promise);
   tcp::end(*running, std::move(asked->first), completes(promise));
   return future;
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_cpu, exchange,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Token>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::Token>()
-                                  .Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_begin_cpu, exchange_begin,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Token>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::Token>()
-                                  .Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_end_cpu, exchange_end,
-                              ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
+#define CGX_ON_DEVICE ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>()
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jaxcgx_tcp_allreduce_cpu, begin,
-    ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cpu, end,
-                              ffi::Ffi::Bind().Ctx<ffi::DeviceOrdinal>().RemainingArgs().RemainingRets().Attrs());
+    jaxcgx_tcp_exchange_cpu, exchange,
+    CGX_ON_DEVICE.Arg<ffi::AnyBuffer>().Arg<ffi::Token>().Ret<ffi::AnyBuffer>().Ret<ffi::Token>().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    jaxcgx_tcp_exchange_begin_cpu, exchange_begin,
+    CGX_ON_DEVICE.Arg<ffi::AnyBuffer>().Arg<ffi::Token>().Ret<ffi::AnyBuffer>().Ret<ffi::Token>().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_end_cpu, exchange_end,
+                              CGX_ON_DEVICE.RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cpu, begin,
+                              CGX_ON_DEVICE.Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cpu, end, CGX_ON_DEVICE.RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxcgx

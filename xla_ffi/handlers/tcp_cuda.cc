@@ -22,9 +22,13 @@ ffi::Error as_error(const std::string& op, const tcp::Gpu::Trouble& trouble) {
   return trouble ? engine_error_of(op, trouble.cuda) : ffi::Error::Success();
 }
 
-#define CGX_LEAVE_IF_FAILED(op, call, ...)                               \
-  if (const cudaError_t error = call(__VA_ARGS__); error != cudaSuccess) \
-  return leaving(engine_error_of(op, cuda::Status{#call, error}))
+// Copies bytes, and waits for the stream.
+ffi::Error copy_now(const std::string& op, void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  cuda::Status s{"cudaMemcpyAsync", cudaSuccess};
+  if (bytes > 0) s.error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
+  if (s.error == cudaSuccess) s = {"cudaStreamSynchronize", cudaStreamSynchronize(stream)};
+  return s.error == cudaSuccess ? ffi::Error::Success() : leaving(engine_error_of(op, s));
+}
 
 // The bytes go through pinned memory, and the stream waits for them.
 ffi::Error exchange(int32_t device, cudaStream_t stream, ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
@@ -38,26 +42,20 @@ ffi::Error exchange(int32_t device, cudaStream_t stream, ffi::AnyBuffer x, ffi::
   const auto out = memory.take(static_cast<int64_t>(y->size_bytes()));
   if (in == nullptr || out == nullptr)
     return leaving(engine_error_of(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
-  if (x.size_bytes() > 0)
-    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, in.get(), asked->collective.in, x.size_bytes(), cudaMemcpyDefault, stream);
-  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+  CGX_RETURN_IF_ERROR(copy_now(op, in.get(), asked->collective.in, x.size_bytes(), stream));
   std::promise<Status> done;
   auto* const to = static_cast<uint8_t*>(y->untyped_data());
   asked->collective.in = in.get(), asked->collective.out = out.get();
   tcp::run(tcp::the_net(), asked->group, asked->collective, [&](const Status& status) { done.set_value(status); });
   if (const Status status = done.get_future().get()) return error_of("tcp", *status);
-  if (y->size_bytes() > 0)
-    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, to, out.get(), y->size_bytes(), cudaMemcpyDefault, stream);
-  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
-  return ffi::Error::Success();
+  return copy_now(op, to, out.get(), y->size_bytes(), stream);
 }
 
 // Reads a ticket from the GPU's memory.
 ffi::Error read_ticket(const std::string& op, const uint32_t* words, cudaStream_t stream, uint64_t* ticket) {
   const auto here = tcp::pinned_workspaces().take(tcp::kTicketBytes);
   if (here == nullptr) return leaving(engine_error_of(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
-  CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, here.get(), words, tcp::kTicketBytes, cudaMemcpyDefault, stream);
-  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+  CGX_RETURN_IF_ERROR(copy_now(op, here.get(), words, tcp::kTicketBytes, stream));
   *ticket = tcp::ticket_of(reinterpret_cast<const uint32_t*>(here.get()));
   return ffi::Error::Success();
 }
@@ -70,15 +68,10 @@ ffi::Error exchange_begin(int32_t device, cudaStream_t stream, ffi::AnyBuffer x,
   if (asked.has_error()) return leaving(asked.error());
   const auto words = memory.take(tcp::kTicketBytes);
   if (words == nullptr) return leaving(engine_error_of(op, cuda::Status{"cudaHostAlloc", cudaErrorMemoryAllocation}));
-  if (asked->bytes > 0)
-    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, asked->transfer->in(), x.untyped_data(), x.size_bytes(), cudaMemcpyDefault,
-                        stream);
-  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
+  CGX_RETURN_IF_ERROR(copy_now(op, asked->transfer->in(), x.untyped_data(), x.size_bytes(), stream));
   asked->transfer->begin(tcp::the_net(), asked->group);
   tcp::write_ticket(tcp::keep(asked->transfer, device), 1, reinterpret_cast<uint32_t*>(words.get()));
-  CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, asked->words, words.get(), tcp::kTicketBytes, cudaMemcpyDefault, stream);
-  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
-  return ffi::Error::Success();
+  return copy_now(op, asked->words, words.get(), tcp::kTicketBytes, stream);
 }
 
 ffi::Error exchange_end(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -98,10 +91,7 @@ ffi::Error exchange_end(int32_t device, cudaStream_t stream, ffi::RemainingArgs 
   std::promise<Status> done;
   (*transfer)->end([&](const Status& status) { done.set_value(status); });
   if (const Status status = done.get_future().get()) return error_of("tcp", *status);
-  if (bytes > 0)
-    CGX_LEAVE_IF_FAILED(op, cudaMemcpyAsync, asked->out, (*transfer)->out(), bytes, cudaMemcpyDefault, stream);
-  CGX_LEAVE_IF_FAILED(op, cudaStreamSynchronize, stream);
-  return ffi::Error::Success();
+  return copy_now(op, asked->out, (*transfer)->out(), bytes, stream);
 }
 
 ffi::Error begin(int32_t device, cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
