@@ -27,12 +27,12 @@ inline ffi::Error expect_operation(const std::string& op, int64_t got, int64_t o
 // `out_rows`.
 inline ffi::ErrorOr<int64_t> check_rows(const std::string& op, const ffi::AnyBuffer& x, const ffi::AnyBuffer& y,
                                         int64_t in_rows, int64_t out_rows) {
-  const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
   const auto in = static_cast<int64_t>(x.size_bytes()), out = static_cast<int64_t>(y.size_bytes());
   const int64_t bytes = in / in_rows;
-  if (x.element_type() != y.element_type()) return bad("a result of another dtype than the operand");
+  if (x.element_type() != y.element_type()) return refused(op, "a result of another dtype than the operand");
   if (bytes * in_rows != in || bytes * out_rows != out)
-    return bad("a result of " + std::to_string(out) + " bytes does not belong to an operand of " + std::to_string(in));
+    return refused(
+        op, "a result of " + std::to_string(out) + " bytes does not belong to an operand of " + std::to_string(in));
   return bytes;
 }
 

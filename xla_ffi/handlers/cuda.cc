@@ -101,9 +101,9 @@ ffi::Error expect_size(const char* op, const char* name, const Buffer& buffer, i
 ffi::ErrorOr<int64_t> blocks_of(const char* op, const ffi::AnyBuffer& old, const ffi::AnyBuffer& now) {
   const auto width = ffi::ByteWidth(old.element_type());
   if (width == 0 || width > 8 || (width & (width - 1)) != 0)
-    return ffi::Unexpected(invalid(op, "words of " + std::to_string(width) + " bytes"));
+    return refused(op, "words of " + std::to_string(width) + " bytes");
   if (old.element_type() != now.element_type() || old.element_count() != now.element_count())
-    return ffi::Unexpected(invalid(op, "old and new words differ in their number or size"));
+    return refused(op, "old and new words differ in their number or size");
   return div_up(static_cast<int64_t>(old.element_count()), kPatchBlock);
 }
 

@@ -30,10 +30,16 @@ constexpr float kLeastDivisor = 0x1p-126f;  // the smallest divisor: 1 / divisor
 inline ffi::Error invalid(const std::string& op, const std::string& what) {
   return ffi::Error::InvalidArgument("jaxcgx_" + op + ": " + what);
 }
+// The same, for functions that return an ffi::ErrorOr.
+inline auto refused(const std::string& op, const std::string& what) { return ffi::Unexpected(invalid(op, what)); }
 
 #define CGX_RETURN_IF_ERROR(expression)                                 \
   do {                                                                  \
     if (ffi::Error error = (expression); error.failure()) return error; \
+  } while (false)
+#define CGX_UNEXPECTED_IF_ERROR(expression)                                              \
+  do {                                                                                   \
+    if (ffi::Error error = (expression); error.failure()) return ffi::Unexpected(error); \
   } while (false)
 
 // Returns the fault of a codec's settings; empty if they are valid.
@@ -135,35 +141,36 @@ inline std::shared_ptr<const Layout> layout_of(const Description& d, std::vector
 
 // Checks the attributes of a message and finds its layout.
 inline ffi::ErrorOr<Message> make_message(const std::string& op, const Description& d) {
-  const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
-  if (const std::string fault = fault_of(d.codec); !fault.empty()) return bad(fault);
+  if (const std::string fault = fault_of(d.codec); !fault.empty()) return refused(op, fault);
   if (d.sizes.size() != d.dtypes.size() || d.sizes.size() != d.ids.size())
-    return bad("sizes, dtypes and ids differ in length");
-  if (d.chunks < 1 || d.chunks > kMostChunks) return bad("chunks out of range: " + std::to_string(d.chunks));
+    return refused(op, "sizes, dtypes and ids differ in length");
+  if (d.chunks < 1 || d.chunks > kMostChunks) return refused(op, "chunks out of range: " + std::to_string(d.chunks));
   const auto parts = static_cast<int64_t>(d.shares.size());
   if (parts > 0 && d.chunks % parts != 0)
-    return bad(std::to_string(d.chunks) + " chunks of " + std::to_string(parts) + " parts");
+    return refused(op, std::to_string(d.chunks) + " chunks of " + std::to_string(parts) + " parts");
   int64_t shares = 0;
   for (const int64_t share : d.shares) {
-    if (share < 0 || share > kMostShares || (shares += share) > kMostShares) return bad("shares out of range");
+    if (share < 0 || share > kMostShares || (shares += share) > kMostShares) return refused(op, "shares out of range");
   }
-  if (parts > 0 && (shares == 0 || shares * (d.chunks / parts) > kMostShares)) return bad("shares out of range");
-  if (d.batch < 0 || d.batch > kMost) return bad("batch out of range: " + std::to_string(d.batch));
+  if (parts > 0 && (shares == 0 || shares * (d.chunks / parts) > kMostShares))
+    return refused(op, "shares out of range");
+  if (d.batch < 0 || d.batch > kMost) return refused(op, "batch out of range: " + std::to_string(d.batch));
   std::vector<Leaf> leaves;
   int64_t total = 0;
   for (size_t i = 0; i < d.sizes.size(); ++i) {
     if (d.sizes[i] < 0 || d.sizes[i] > kMost)
-      return bad("leaf " + std::to_string(i) + " has size " + std::to_string(d.sizes[i]));
+      return refused(op, "leaf " + std::to_string(i) + " has size " + std::to_string(d.sizes[i]));
     if (d.dtypes[i] < 0 || d.dtypes[i] > static_cast<int64_t>(DType::kF16))
-      return bad("leaf " + std::to_string(i) + " has an unknown dtype");
+      return refused(op, "leaf " + std::to_string(i) + " has an unknown dtype");
     leaves.push_back({d.sizes[i], static_cast<DType>(d.dtypes[i])});
     total += d.sizes[i];
-    if (total > kMost) return bad("the leaves have more than 2^40 elements");
+    if (total > kMost) return refused(op, "the leaves have more than 2^40 elements");
   }
   auto layout = layout_of(d, std::move(leaves));
   if (is_sparse(d.codec.kind)) {
     for (const Piece& p : layout->pieces) {
-      if (p.coded > kMostIndices) return bad("a piece has more than 2^31 - 1 elements: " + std::to_string(p.coded));
+      if (p.coded > kMostIndices)
+        return refused(op, "a piece has more than 2^31 - 1 elements: " + std::to_string(p.coded));
     }
   }
   return Message{std::move(layout), d.ids, d.batch};
@@ -215,7 +222,7 @@ class Attributes {
     d.shares = get<Sizes>("shares");
     d.chunks = get<int64_t>("chunks");
     d.batch = get<int64_t>("batch");
-    return fault_.empty() ? make_message(op_, d) : ffi::Unexpected(invalid(op_, fault_));
+    return fault_.empty() ? make_message(op_, d) : refused(op_, fault_);
   }
 
  private:

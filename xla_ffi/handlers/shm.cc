@@ -22,22 +22,21 @@ ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
 }  // namespace
 
 ffi::ErrorOr<SharedExchange> read_shared(ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::Dictionary dictionary) {
-  const auto refused = [](ffi::Error error) { return ffi::Unexpected(std::move(error)); };
   Attributes attributes(kOp, dictionary);
   const auto segment = attributes.get<int64_t>("segment"), operation = attributes.get<int64_t>("operation"),
              argument = attributes.get<int64_t>("argument"), digest = attributes.get<int64_t>("digest");
-  if (attributes.error().failure()) return refused(attributes.error());
+  CGX_UNEXPECTED_IF_ERROR(attributes.error());
   auto found = shm::find(segment);
   if (!found)
-    return refused(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_exchange: this transport was closed"));
+    return ffi::Unexpected(
+        ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_exchange: this transport was closed"));
   const int64_t ranks = found->ring().ranks();
-  if (auto error = expect_operation(kOp, operation, shm::kOperations); error.failure()) return refused(error);
-  if (argument < 0 || argument >= ranks) {
-    return refused(invalid(kOp, "argument " + std::to_string(argument) + " of " + std::to_string(ranks) + " ranks"));
-  }
+  CGX_UNEXPECTED_IF_ERROR(expect_operation(kOp, operation, shm::kOperations));
+  if (argument < 0 || argument >= ranks)
+    return refused(kOp, "argument " + std::to_string(argument) + " of " + std::to_string(ranks) + " ranks");
   const auto kind = static_cast<shm::Operation>(operation);
   const auto bytes = check_rows(kOp, x, y, shm::scatters(kind) ? ranks : 1, shm::gathers(kind) ? ranks : 1);
-  if (bytes.has_error()) return refused(bytes.error());
+  if (bytes.has_error()) return ffi::Unexpected(bytes.error());
   const shm::Exchange exchange{
       kind,  argument, *bytes, static_cast<const uint8_t*>(x.untyped_data()), static_cast<uint8_t*>(y.untyped_data()),
       digest};

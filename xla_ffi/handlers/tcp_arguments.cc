@@ -9,44 +9,38 @@
 namespace jaxcgx {
 namespace {
 
-#define CGX_UNEXPECTED_IF_ERROR(expression)                                              \
-  do {                                                                                   \
-    if (ffi::Error error = (expression); error.failure()) return ffi::Unexpected(error); \
-  } while (false)
-
 // Returns the checked group of an exchange, that of this device. The attributes are the same on all devices:
 //  - groups, or the attribute `name`: [number of groups, ranks]: places in the mesh.
 //  - processes, devices: for each place the process, and the device's number in it.
 ffi::ErrorOr<tcp::Group> make_group(const std::string& op, Attributes& attributes, int32_t ordinal, int64_t ranks,
                                     const std::string& name = "groups") {
-  const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
   const auto timeout_ms = attributes.get<int64_t>("timeout_ms");
   const auto groups = attributes.get<Sizes>(name), processes = attributes.get<Sizes>("processes"),
              devices = attributes.get<Sizes>("devices");
-  if (ffi::Error error = attributes.error(); error.failure()) return ffi::Unexpected(std::move(error));
+  CGX_UNEXPECTED_IF_ERROR(attributes.error());
   const auto& net = tcp::the_net();
   if (!net || net->process() < 0) {
     return ffi::Unexpected(
         ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_" + op + ": the processes have not connected"));
   }
-  if (ranks < 1) return bad("no ranks");
-  if (timeout_ms < 1) return bad("a timeout of " + std::to_string(timeout_ms) + " ms");
+  if (ranks < 1) return refused(op, "no ranks");
+  if (timeout_ms < 1) return refused(op, "a timeout of " + std::to_string(timeout_ms) + " ms");
   const auto places = static_cast<int64_t>(groups.size());
   if (places % ranks != 0 || groups.size() != processes.size() || groups.size() != devices.size())
-    return bad("attributes of " + std::to_string(places) + " places in groups of " + std::to_string(ranks));
+    return refused(op, "attributes of " + std::to_string(places) + " places in groups of " + std::to_string(ranks));
   std::set<int64_t> different;
   int64_t at = -1;
   for (int64_t i = 0; i < places; ++i) {
     const int64_t place = groups[i];
     if (place < 0 || place >= places || !different.insert(place).second)
-      return bad("place " + std::to_string(place) + " of " + std::to_string(places));
+      return refused(op, "place " + std::to_string(place) + " of " + std::to_string(places));
     if (processes[place] < 0 || processes[place] >= net->processes())
-      return bad("process " + std::to_string(processes[place]) + " of " + std::to_string(net->processes()));
+      return refused(op, "process " + std::to_string(processes[place]) + " of " + std::to_string(net->processes()));
     if (devices[place] < 0 || devices[place] >= net->devices())
-      return bad("device " + std::to_string(devices[place]) + " of " + std::to_string(net->devices()));
+      return refused(op, "device " + std::to_string(devices[place]) + " of " + std::to_string(net->devices()));
     if (processes[place] == net->process() && devices[place] == tcp::number_of(ordinal)) at = i;
   }
-  if (at < 0) return bad("device " + std::to_string(ordinal) + " of this process is no rank");
+  if (at < 0) return refused(op, "device " + std::to_string(ordinal) + " of this process is no rank");
   tcp::Group group{{}, {}, at % ranks, std::chrono::milliseconds(timeout_ms)};
   for (int64_t i = at / ranks * ranks; static_cast<int64_t>(group.processes.size()) < ranks; ++i) {
     group.processes.push_back(processes[groups[i]]);
@@ -132,11 +126,10 @@ ffi::ErrorOr<TcpExchange> read_exchange(int32_t device, ffi::AnyBuffer x, ffi::D
   const auto kind = static_cast<tcp::Operation>(operation);
   const bool permutes = kind == tcp::Operation::kPermute;
   if (static_cast<int64_t>(targets.size()) != (permutes ? ranks : 0))
-    return ffi::Unexpected(invalid(op, "targets: not one for each rank"));
+    return refused(op, "targets: not one for each rank");
   for (const int64_t target : targets) {
     if (target < -1 || target >= ranks)
-      return ffi::Unexpected(
-          invalid(op, "target " + std::to_string(target) + " of " + std::to_string(ranks) + " ranks"));
+      return refused(op, "target " + std::to_string(target) + " of " + std::to_string(ranks) + " ranks");
   }
 
   const auto bytes = static_cast<int64_t>(x.size_bytes()) / (kind == tcp::Operation::kAllToAll ? ranks : 1);
@@ -160,8 +153,7 @@ ffi::ErrorOr<TcpTransfer> read_transfer(int32_t device, ffi::AnyBuffer x, ffi::A
   auto asked = read_exchange(device, x, dictionary);
   if (asked.has_error()) return ffi::Unexpected(asked.error());
   const int64_t ranks = asked->group.size(), bytes = static_cast<int64_t>(x.size_bytes());
-  if (asked->collective.in_bytes(ranks) != bytes)
-    return ffi::Unexpected(invalid(op, "an operand that has no row for each rank"));
+  if (asked->collective.in_bytes(ranks) != bytes) return refused(op, "an operand that has no row for each rank");
   CGX_UNEXPECTED_IF_ERROR(check_ticket(op, ticket));
   const auto taken = memory_for(op, tcp::Transfer::memory_bytes(asked->collective, ranks), memory, remedy);
   if (taken.has_error()) return ffi::Unexpected(taken.error());
@@ -190,10 +182,10 @@ ffi::ErrorOr<std::shared_ptr<tcp::Transfer>> transfer_of(const TcpTransferEnd& e
   const std::string op = "tcp_exchange_end";
   const auto begun = tcp::take(ticket, device);
   const auto* transfer = std::get_if<std::shared_ptr<tcp::Transfer>>(&begun);
-  if (transfer == nullptr || *transfer == nullptr) return ffi::Unexpected(invalid(op, no_ticket("exchange")));
+  if (transfer == nullptr || *transfer == nullptr) return refused(op, no_ticket("exchange"));
   if ((*transfer)->bytes() != end.bytes)
-    return ffi::Unexpected(invalid(op, "a result of " + std::to_string(end.bytes) +
-                                           " bytes does not belong to one of " + std::to_string((*transfer)->bytes())));
+    return refused(op, "a result of " + std::to_string(end.bytes) + " bytes does not belong to one of " +
+                           std::to_string((*transfer)->bytes()));
   return *transfer;
 }
 
@@ -213,23 +205,18 @@ ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args
   const auto message = attributes.message();
   if (message.has_error()) return ffi::Unexpected(message.error());
   const Layout& l = *message->layout;
-  if (is_sparse(l.codec.kind)) return ffi::Unexpected(invalid(op, "this codec's lists are exchanged, not summed"));
-  if (ranks < 1 || ranks > tcp::kMostProcesses) return ffi::Unexpected(invalid(op, std::to_string(ranks) + " ranks"));
+  if (is_sparse(l.codec.kind)) return refused(op, "this codec's lists are exchanged, not summed");
+  if (ranks < 1 || ranks > tcp::kMostProcesses) return refused(op, std::to_string(ranks) + " ranks");
   if (two_shot) {
-    if (const std::string fault = fault_of_trees(parents, ranks, l.chunks()); !fault.empty())
-      return ffi::Unexpected(invalid(op, fault));
+    if (const std::string fault = fault_of_trees(parents, ranks, l.chunks()); !fault.empty()) return refused(op, fault);
   }
-  if (inside < 1 || (inside == 1) != whole.empty())
-    return ffi::Unexpected(invalid(op, std::to_string(inside) + " devices inside"));
+  if (inside < 1 || (inside == 1) != whole.empty()) return refused(op, std::to_string(inside) + " devices inside");
   if (inside > 1) CGX_UNEXPECTED_IF_ERROR(check_shares(op, *message, whole, inside));
-  if (message->batch > kMostChunks)
-    return ffi::Unexpected(invalid(op, "batch out of range: " + std::to_string(message->batch)));
-  if (own && (feedback || !two_shot)) return ffi::Unexpected(invalid(op, "own is for two_shot without feedback"));
-  if (sum_feedback && !(feedback && two_shot))
-    return ffi::Unexpected(invalid(op, "sum_feedback is for two_shot with feedback"));
-  if (deadline >= 0 && !two_shot) return ffi::Unexpected(invalid(op, "a deadline is for two_shot"));
-  if (!(divisor >= kLeastDivisor))
-    return ffi::Unexpected(invalid(op, "the divisor is not a positive number, 2^-126 or more"));
+  if (message->batch > kMostChunks) return refused(op, "batch out of range: " + std::to_string(message->batch));
+  if (own && (feedback || !two_shot)) return refused(op, "own is for two_shot without feedback");
+  if (sum_feedback && !(feedback && two_shot)) return refused(op, "sum_feedback is for two_shot with feedback");
+  if (deadline >= 0 && !two_shot) return refused(op, "a deadline is for two_shot");
+  if (!(divisor >= kLeastDivisor)) return refused(op, "the divisor is not a positive number, 2^-126 or more");
 
   tcp::Allreduce a{l, ranks, message->batch, two_shot};
   a.parents.assign(parents.begin(), parents.end());
@@ -270,7 +257,7 @@ ffi::ErrorOr<TcpBegin> read_begin(int32_t device, const ffi::RemainingArgs& args
     if (devices.has_error()) return ffi::Unexpected(devices.error());
     const int64_t here = tcp::the_net()->process();
     if (std::any_of(devices->processes.begin(), devices->processes.end(), [&](int64_t p) { return p != here; }))
-      return ffi::Unexpected(invalid(op, "devices of several processes inside"));
+      return refused(op, "devices of several processes inside");
     found.inside = *devices;
   }
   const auto taken = memory_for(op, found.sum.workspace_bytes(group->rank), memory, remedy);
@@ -291,7 +278,7 @@ ffi::ErrorOr<TcpEnd> read_end(const ffi::RemainingArgs& args, const ffi::Remaini
   Buffers operands(op, *message, args);
   Buffers results(op, *message, rets);
   const size_t leaves = message->layout->leaves.size(), fed = feedback ? leaves : 0;
-  if (!whole.empty() && whole.size() != leaves) return ffi::Unexpected(invalid(op, "not a whole leaf for each leaf"));
+  if (!whole.empty() && whole.size() != leaves) return refused(op, "not a whole leaf for each leaf");
   CGX_UNEXPECTED_IF_ERROR(expect_buffers(op, args.size(), 1 + fed + ordered, rets.size(), leaves + fed + ordered));
   const uint32_t* words = nullptr;
   CGX_UNEXPECTED_IF_ERROR(operands.take_batch("ticket", ffi::DataType::U32, 2, &words));
@@ -310,7 +297,7 @@ ffi::ErrorOr<std::shared_ptr<tcp::Running>> sum_of(const TcpEnd& end, uint64_t t
   const std::string op = "tcp_allreduce_end";
   const auto begun = tcp::take(ticket, device);
   const auto* sum = std::get_if<std::shared_ptr<tcp::Running>>(&begun);
-  if (sum == nullptr || *sum == nullptr) return ffi::Unexpected(invalid(op, no_ticket("sum")));
+  if (sum == nullptr || *sum == nullptr) return refused(op, no_ticket("sum"));
   const std::shared_ptr<tcp::Running> running = *sum;
   const tcp::Allreduce& a = tcp::asked(*running);
   const auto alike = [](const std::vector<Leaf>& some, const std::vector<Leaf>& others) {
@@ -320,7 +307,7 @@ ffi::ErrorOr<std::shared_ptr<tcp::Running>> sum_of(const TcpEnd& end, uint64_t t
   if (end.message.batch != a.batch || end.two_shot != a.two_shot || end.feedback != a.feedback ||
       !alike(a.layout.leaves, end.message.layout->leaves) || end.whole == a.whole.empty() ||
       !alike(a.leaves(), end.leaves))
-    return ffi::Unexpected(invalid(op, "another message than the sum began with"));
+    return refused(op, "another message than the sum began with");
   return running;
 }
 
