@@ -331,15 +331,18 @@ class Running : public std::enable_shared_from_this<Running> {
         if (m.sum_key != nullptr) std::copy_n(m.sum_key, kKeyWords, kept.sum_key);
         if (m.hop_key != nullptr) std::copy_n(m.hop_key, kKeyWords, kept.hop_key);
       }
+      const cpu::Source source = a_.whole.empty() ? cpu::Source() : sums_of(piece);
       in_order([&](int64_t part) {
         const auto p = static_cast<size_t>(part);
         const bool sums = !summed_[p].empty();
-        if (!sums || !a_.own)
-          encode_chunk(m, part, piece, sums ? row(part, piece, rank_) : place(outgoing_, part, piece), pool);
-        if (a_.whole.empty())
-          kept.own[p].copy(chunk(part, piece), m.leaves);
+        if (!sums || !a_.own) {
+          uint8_t* const to = sums ? row(part, piece, rank_) : place(outgoing_, part, piece);
+          cpu::encode(a_.encoding(m, 1, to), pool, chunk(part, piece), source);
+        }
+        if (source)
+          kept.own[p].copy(chunk(part, piece), source);
         else
-          kept.own[p].copy(chunk(part, piece), sums_of(piece));
+          kept.own[p].copy(chunk(part, piece), m.leaves);
         kept.residuals[p].copy(chunk(part, piece), m.new_residuals);
         ready(part, piece);
       });
@@ -515,14 +518,10 @@ class Running : public std::enable_shared_from_this<Running> {
       send_up(part, piece);
       return;
     }
-    if (!a_.two_shot) send_to_all(slot(false, part, piece), row(part, piece, rank_), sent_bytes(part, piece));
+    for (int64_t i = 1; i < ranks_ && !a_.two_shot; ++i)
+      send((rank_ + i) % ranks_, slot(false, part, piece), row(part, piece, rank_), sent_bytes(part, piece));
     if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // an empty piece is not sent
     one_less(part, piece);
-  }
-
-  void encode_chunk(const Allreduce::Inputs& m, int64_t part, int64_t piece, uint8_t* to, const cpu::Pool& pool) const {
-    const cpu::Source source = a_.whole.empty() ? cpu::Source() : sums_of(piece);
-    cpu::encode(a_.encoding(m, 1, to), pool, chunk(part, piece), source);
   }
 
   // Returns the source of this device's share: the sums of the devices' numbers, which are added in float32.
@@ -566,9 +565,6 @@ class Running : public std::enable_shared_from_this<Running> {
     const int64_t bytes = sent_bytes(part, piece), to = slot(false, part, piece);
     if (bytes > 0)
       net_->send(running_, a_.parent(part, rank_), to, place(outgoing_, part, piece), bytes, a_.deadline.has_value());
-  }
-  void send_to_all(int64_t slot, const uint8_t* data, int64_t bytes) {
-    for (int64_t i = 1; i < ranks_; ++i) send((rank_ + i) % ranks_, slot, data, bytes);
   }
   // Sends a root's sum to this rank's children.
   void send_on(int64_t part, int64_t piece) {
@@ -660,11 +656,14 @@ class Running : public std::enable_shared_from_this<Running> {
     if (a_.sum_feedback) settle();
   }
 
-  // Counts something that the residuals waited for. After the last one, they are written.
+  // Counts something that the residuals waited for. After the last one, the new residuals of the parts that this rank
+  // sums are copied to the outputs.
   void settle() {
     if (a_.device) return;
     at_last([this] {
-      if (--unsettled_ == 0) give_residuals();
+      if (--unsettled_ != 0) return;
+      for (const Device::Copy& copy : replaced(outputs_[0]))
+        std::memcpy(copy.there, copy.here, static_cast<size_t>(copy.bytes));
     });
   }
 
@@ -762,12 +761,6 @@ class Running : public std::enable_shared_from_this<Running> {
       cpu::kernels().store(dtype, static_cast<float*>(leaves[i]) + p.start, count(p),
                            cpu::at_element(whole[i], dtype, start(p)));
     }
-  }
-
-  // Copies the new residuals of the parts that this rank sums to the outputs.
-  void give_residuals() {
-    for (const Device::Copy& copy : replaced(outputs_[0]))
-      std::memcpy(copy.there, copy.here, static_cast<size_t>(copy.bytes));
   }
 
   const Allreduce a_;
