@@ -113,6 +113,11 @@ void each_piece(const Layout& l, int64_t batch, FirstChunk first_chunk, int64_t 
       f(*pieces[i].piece, pieces[i].row);
   });
 }
+// Calls f(piece, row) for all pieces.
+template <class Fn>
+void each_piece(const Layout& l, int64_t batch, const Pool& pool, Fn f) {
+  each_piece(l, batch, [](int64_t) { return 0; }, l.chunks(), pool, f);
+}
 
 // Calls f(first, count) for each stretch of n elements.
 template <class Fn>
@@ -228,21 +233,19 @@ void sum_to(const Reduce& a, const Piece& p, int64_t row, float divisor, float* 
 
 void encode_topk(const Encode& a, const Pool& pool) {
   const Layout& l = a.layout;
-  each_piece(
-      l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool,
-      [&](const Piece& p, int64_t row) {
-        const auto i = static_cast<size_t>(p.leaf);
-        const int64_t first = row * l.leaves[i].size + p.start;
-        const bool feedback = a.residuals != nullptr;
-        const Numbers numbers{p.coded, l.leaves[i].dtype, at_element(a.leaves[i], l.leaves[i].dtype, first),
-                              feedback ? a.residuals[i] + first : nullptr, 1.0f};
-        float* residual = feedback ? a.new_residuals[i] + first : nullptr;
-        const Piecewise to{l, a.payload + l.chunk_at(row, p.chunk), a.leaf_ids, key_of(a.keys, row)};
-        Elements sent = choose(to, p, numbers, residual, pool);
-        put(to, p, sent, pool, feedback, [&](int64_t at, int64_t n, const float* decoded) {
-          update_sent(sent, at, n, sent.values.data() + at, decoded, residual);
-        });
-      });
+  each_piece(l, a.batch, pool, [&](const Piece& p, int64_t row) {
+    const auto i = static_cast<size_t>(p.leaf);
+    const int64_t first = row * l.leaves[i].size + p.start;
+    const bool feedback = a.residuals != nullptr;
+    const Numbers numbers{p.coded, l.leaves[i].dtype, at_element(a.leaves[i], l.leaves[i].dtype, first),
+                          feedback ? a.residuals[i] + first : nullptr, 1.0f};
+    float* residual = feedback ? a.new_residuals[i] + first : nullptr;
+    const Piecewise to{l, a.payload + l.chunk_at(row, p.chunk), a.leaf_ids, key_of(a.keys, row)};
+    Elements sent = choose(to, p, numbers, residual, pool);
+    put(to, p, sent, pool, feedback, [&](int64_t at, int64_t n, const float* decoded) {
+      update_sent(sent, at, n, sent.values.data() + at, decoded, residual);
+    });
+  });
   for (int64_t row = 0; row < a.batch; ++row) {
     for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + l.chunk_at(row, c));
   }
@@ -252,26 +255,24 @@ void decode_topk(const Decode& a, const Pool& pool) {
   const Layout& l = a.layout;
   for (size_t i = 0; i < l.leaves.size(); ++i)
     ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
-  each_piece(
-      l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool,
-      [&](const Piece& p, int64_t row) {
-        const auto i = static_cast<size_t>(p.leaf);
-        const DType dtype = l.leaves[i].dtype;
-        Elements e = read(l.codec, p.coded, a.payload + l.chunk_at(row, p.chunk) + p.codes, pool);
-        std::vector<uint16_t> halves(dtype == DType::kF32 ? 0 : e.values.size());
-        if (dtype != DType::kF32)
-          kernels().store(dtype, e.values.data(), static_cast<int64_t>(e.values.size()), halves.data());
-        void* leaf = at_element(a.leaves[i], dtype, row * l.leaves[i].size + p.start);
-        each_stretch(p.coded, pool, [&](int64_t at, int64_t n) {
-          std::memset(at_element(leaf, dtype, at), 0, static_cast<size_t>(n * size_of(dtype)));
-          each_within(e, at, n, [&](int32_t index, size_t j) {
-            if (dtype == DType::kF32)
-              static_cast<float*>(leaf)[index] = e.values[j];
-            else
-              static_cast<uint16_t*>(leaf)[index] = halves[j];
-          });
-        });
+  each_piece(l, a.batch, pool, [&](const Piece& p, int64_t row) {
+    const auto i = static_cast<size_t>(p.leaf);
+    const DType dtype = l.leaves[i].dtype;
+    Elements e = read(l.codec, p.coded, a.payload + l.chunk_at(row, p.chunk) + p.codes, pool);
+    std::vector<uint16_t> halves(dtype == DType::kF32 ? 0 : e.values.size());
+    if (dtype != DType::kF32)
+      kernels().store(dtype, e.values.data(), static_cast<int64_t>(e.values.size()), halves.data());
+    void* leaf = at_element(a.leaves[i], dtype, row * l.leaves[i].size + p.start);
+    each_stretch(p.coded, pool, [&](int64_t at, int64_t n) {
+      std::memset(at_element(leaf, dtype, at), 0, static_cast<size_t>(n * size_of(dtype)));
+      each_within(e, at, n, [&](int32_t index, size_t j) {
+        if (dtype == DType::kF32)
+          static_cast<float*>(leaf)[index] = e.values[j];
+        else
+          static_cast<uint16_t*>(leaf)[index] = halves[j];
       });
+    });
+  });
 }
 
 void reduce_topk(const Reduce& a, const Pool& pool) {
@@ -314,20 +315,18 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
 
 void clear(const Clear& a, const Pool& pool) {
   const Layout& l = a.layout;
-  each_piece(
-      l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool,
-      [&](const Piece& p, int64_t row) {
-        const auto i = static_cast<size_t>(p.leaf);
-        const DType dtype = l.leaves[i].dtype;
-        void* array = at_element(a.arrays[i], dtype, row * l.leaves[i].size + p.start);
-        const IndexList list(p.coded, capacity(l.codec.sparse, p.coded));
-        for (const int32_t index : read_indices(list, a.payload + l.chunk_at(row, p.chunk) + p.codes).index) {
-          if (dtype == DType::kF32)
-            static_cast<float*>(array)[index] = 0.0f;
-          else
-            static_cast<uint16_t*>(array)[index] = 0;
-        }
-      });
+  each_piece(l, a.batch, pool, [&](const Piece& p, int64_t row) {
+    const auto i = static_cast<size_t>(p.leaf);
+    const DType dtype = l.leaves[i].dtype;
+    void* array = at_element(a.arrays[i], dtype, row * l.leaves[i].size + p.start);
+    const IndexList list(p.coded, capacity(l.codec.sparse, p.coded));
+    for (const int32_t index : read_indices(list, a.payload + l.chunk_at(row, p.chunk) + p.codes).index) {
+      if (dtype == DType::kF32)
+        static_cast<float*>(array)[index] = 0.0f;
+      else
+        static_cast<uint16_t*>(array)[index] = 0;
+    }
+  });
 }
 
 }  // namespace jaxcgx::cpu
