@@ -346,14 +346,13 @@ inline std::vector<Codec> rotated_codecs(int64_t bucket) {
   return all;
 }
 inline std::vector<Codec> codecs_without_buckets() {
-  std::vector<Codec> all{{Kind::kRaw, 0, 0, false, false, false}};
+  std::vector<Codec> all{Codec{Kind::kRaw}};
   for (const DType to : {DType::kBF16, DType::kF16}) {
-    for (const bool stochastic : {false, true})
-      all.push_back({Kind::kCast, static_cast<int32_t>(to), 0, stochastic, false, false});
+    for (const bool stochastic : {false, true}) all.push_back({Kind::kCast, static_cast<int32_t>(to), 0, stochastic});
   }
-  all.push_back({Kind::kLossless, 0, 0, false, false, false});
+  all.push_back({Kind::kLossless});
   for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 0, 0, false, false, compatible});
-  for (const bool stochastic : {false, true}) all.push_back({Kind::kMicro, kNvfp4, 0, stochastic, false, false});
+  for (const bool stochastic : {false, true}) all.push_back({Kind::kMicro, kNvfp4, 0, stochastic});
   return all;
 }
 
@@ -372,14 +371,13 @@ inline Codec topk(double ratio, Select select, const Codec& values, bool top = f
 // Every selection; values with and without buckets, with noise and with a raw tail. `exact`: only values whose bytes
 // decode to the same numbers whether or not products are fused with sums.
 inline std::vector<Codec> sparse_codecs(bool exact = false) {
-  const Codec raw{Kind::kRaw, 0, 0, false, false, false};
+  const Codec raw{Kind::kRaw};
   std::vector<Codec> all{topk(0.0, Select::kExact, raw), topk(0.01, Select::kExact, raw),
-                         topk(1.0, Select::kExact, raw),
-                         topk(0.3, Select::kExponential, {Kind::kCast, 2, 0, true, false, false}),
-                         topk(0.1, Select::kExact, {Kind::kSign, 0, 33, false, false, false}, true)};
+                         topk(1.0, Select::kExact, raw), topk(0.3, Select::kExponential, {Kind::kCast, 2, 0, true}),
+                         topk(0.1, Select::kExact, {Kind::kSign, 0, 33}, true)};
   if (exact) return all;
-  all.push_back(topk(0.05, Select::kQuantile, {Kind::kMaxMin, 3, 20, true, true, false}, true));
-  all.push_back(topk(0.6, Select::kQuantile, {Kind::kByteGrad, 0, 0, false, false, false}));
+  all.push_back(topk(0.05, Select::kQuantile, {Kind::kMaxMin, 3, 20, true, true}, true));
+  all.push_back(topk(0.6, Select::kQuantile, {Kind::kByteGrad}));
   return all;
 }
 

@@ -106,7 +106,7 @@ void blocks_of_large_buckets() {
     for (const Codec& codec : codecs(bucket)) run(codec);
   }
   if (step > 1) return;
-  for (const Codec& values : {Codec{Kind::kByteGrad, 0, 0}, Codec{Kind::kMaxMin, 4, 16384, true}}) {
+  for (const Codec& values : {Codec{Kind::kByteGrad}, Codec{Kind::kMaxMin, 4, 16384, true}}) {
     const Codec codec = topk(0.6, Select::kExact, values);
     compare({codec, {{60001, DType::kF32}, {15000, DType::kBF16}}, 2, 1, 2, true, 0, true}, r);
   }
@@ -119,7 +119,7 @@ void blocks_of_lossless() {
   for (const DType dtype : kDTypes) {
     for (const int64_t near : {0, 128, 384, 512, 1024, 2048}) {
       for (const bool alike : {false, true}) {
-        Case k{{Kind::kLossless, 0, 0, false, false, false}, {{near + r.below(10), dtype}}};
+        Case k{{Kind::kLossless}, {{near + r.below(10), dtype}}};
         if (near > 0) k.shapes.push_back({near - r.below(10), dtype});
         k.shift = r.below(2);
         k.alike = alike;
@@ -132,7 +132,7 @@ void blocks_of_lossless() {
 // More blocks than one step of the sum of their lengths takes.
 void many_blocks_of_lossless() {
   Random r{7};
-  Case k{{Kind::kLossless, 0, 0, false, false, false}, {}};
+  Case k{{Kind::kLossless}, {}};
   for (int i = 0; i < 4200; ++i) k.shapes.push_back({1 + r.below(3), r.pick(kDTypes)});
   compare(k, r);
 }
@@ -140,9 +140,8 @@ void many_blocks_of_lossless() {
 // More pieces than a table holds, with many rows and chunks.
 void many_leaves() {
   Random r{3};
-  for (const Codec& codec :
-       {Codec{Kind::kMaxMin, 4, 64, false, true, false}, Codec{Kind::kMaxMin, 4, 128, true, false, false},
-        Codec{Kind::kCast, 1, 0, true, false, false}, Codec{Kind::kLossless, 0, 0, false, false, false}}) {
+  for (const Codec& codec : {Codec{Kind::kMaxMin, 4, 64, false, true}, Codec{Kind::kMaxMin, 4, 128, true},
+                             Codec{Kind::kCast, 1, 0, true}, Codec{Kind::kLossless}}) {
     Case k{codec, {}, 5, 3};
     for (int i = 0; i < 90; ++i) k.shapes.push_back({r.below(200), r.pick(kDTypes)});
     compare(k, r);
@@ -173,8 +172,7 @@ void nothing() {
       }
     }
   }
-  const Layout of_no_element(topk(0.0, Select::kExact, {Kind::kRaw, 0, 0, false, false, false}), {{1000, DType::kF32}},
-                             2);
+  const Layout of_no_element(topk(0.0, Select::kExact, {Kind::kRaw}), {{1000, DType::kF32}}, 2);
   const Memory workspace(cuda::workspace_bytes(of_no_element, 1, 1, false));
   run_alone(cuda::clear, Clear{of_no_element, 1, nullptr, out, workspace.data()});
 }
@@ -253,8 +251,7 @@ void nowhere() {
 void too_large() {
   const void* const in[1] = {};
   const int64_t ids[1] = {};
-  const Codec maxmin{Kind::kMaxMin, 4, 512, false, false, false}, tiny{Kind::kMaxMin, 4, 32, false, false, false},
-      raw{Kind::kRaw, 0, 0, false, false, false}, lossless{Kind::kLossless, 0, 0, false, false, false};
+  const Codec maxmin{Kind::kMaxMin, 4, 512}, tiny{Kind::kMaxMin, 4, 32}, raw{Kind::kRaw}, lossless{Kind::kLossless};
   const auto refused = [&](const Codec& codec, int64_t size, int64_t chunks, int64_t batch) {
     const Layout l(codec, {{size, DType::kF32}}, chunks);
     Reduce r{l, batch, 1};

@@ -13,7 +13,7 @@ void usual() {
   constexpr uint32_t n = 70000;
   for (const auto& [select, zeros] :
        {std::pair(Select::kExact, false), {Select::kExact, true}, {Select::kQuantile, false}}) {
-    Codec c = topk(0.01, select, {Kind::kRaw, 0, 0, false, false, false});
+    Codec c = topk(0.01, select, {Kind::kRaw});
     c.sparse.share = 0.2, c.sparse.lower = 0.7;
     Message m(c, {{n, DType::kF32}}, 1, 1, r);
     for (uint32_t i = 0; i < n; ++i) {
@@ -35,7 +35,7 @@ void usual() {
 // A piece that is ready before another one is not written again.
 void once() {
   Random r{7};
-  Codec c = topk(0.01, Select::kQuantile, {Kind::kRaw, 0, 0, false, false, false});
+  Codec c = topk(0.01, Select::kQuantile, {Kind::kRaw});
   c.sparse.share = 0.2, c.sparse.lower = 0.1;
   const Message m(c, {{50000, DType::kF32}, {3000, DType::kF32}}, 1, 1, r);  // the first one's sample takes 3 turns
   const Layout& l = m.layout;

@@ -5,18 +5,18 @@
 namespace jaxcgx::test {
 namespace {
 
-constexpr Codec kRaw{Kind::kRaw, 0, 0, false, false, false};
+constexpr Codec kRaw{Kind::kRaw};
 constexpr Select kSelections[] = {Select::kExact, Select::kQuantile, Select::kExponential};
 
 // Messages of several leaves, chunks, rows and ranks; values in codecs of every kind of kernel.
 void every_selection() {
   Random r{1};
   const Codec values[] = {kRaw,
-                          {Kind::kMaxMin, 4, 64, false, false, false},
-                          {Kind::kMaxMin, 3, 128, true, false, false},
-                          {Kind::kCast, 1, 0, false, false, false},
-                          {Kind::kByteGrad, 0, 0, false, false, false},
-                          {Kind::kMaxMin, 5, 33, true, true, false}};
+                          {Kind::kMaxMin, 4, 64},
+                          {Kind::kMaxMin, 3, 128, true},
+                          {Kind::kCast, 1, 0},
+                          {Kind::kByteGrad},
+                          {Kind::kMaxMin, 5, 33, true, true}};
   for (int turn = 0; turn < 12; ++turn) {
     Codec c =
         topk(r.pick({0.0, 0.003, 0.02, 0.06, 0.3, 0.7, 1.0}), kSelections[turn % 3], values[turn % 6], r.below(3) == 0);
@@ -36,15 +36,8 @@ void every_selection() {
 // More segments than a block has, lists of several stretches, samples and value buckets that several blocks share.
 void large() {
   Random r{2};
-  compare({topk(0.02, Select::kExact, {Kind::kMaxMin, 4, 512, false, false, false}),
-           {{34000, DType::kF32}},
-           1,
-           1,
-           2,
-           false,
-           0},
-          r);
-  Codec c = topk(0.45, Select::kQuantile, {Kind::kByteGrad, 0, 0, false, false, false});
+  compare({topk(0.02, Select::kExact, {Kind::kMaxMin, 4, 512}), {{34000, DType::kF32}}, 1, 1, 2, false, 0}, r);
+  Codec c = topk(0.45, Select::kQuantile, {Kind::kByteGrad});
   c.sparse.share = 1.0;
   compare({c, {{19000, DType::kBF16}}, 1, 1, 1, true, 0}, r);
   c.sparse.ratio = 0.01, c.sparse.select = Select::kExponential;

@@ -286,8 +286,7 @@ std::vector<std::shared_ptr<Net>> lasting(int64_t processes) {
 }
 
 Asked some(int64_t ranks) {
-  Asked k{
-      {Kind::kMaxMin, 4, 64, true, false, false}, {{900, DType::kF32}, {70, DType::kBF16}, {1, DType::kF32}}, ranks};
+  Asked k{{Kind::kMaxMin, 4, 64, true}, {{900, DType::kF32}, {70, DType::kBF16}, {1, DType::kF32}}, ranks};
   k.pieces = 2;
   k.parents = all_roots(ranks);
   k.feedback = k.sum_feedback = true;

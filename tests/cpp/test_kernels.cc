@@ -105,10 +105,8 @@ void single_leaves() {
   Random r{2};
   size_t turn = 0;
   for (const int64_t bucket : {3, 128, 1000}) {
-    for (const Codec& codec :
-         {Codec{Kind::kMaxMin, 4, bucket, false, false, false}, Codec{Kind::kMaxMin, 3, bucket, true, true, false},
-          Codec{Kind::kSign, 0, bucket, false, false, false}, Codec{Kind::kByteGrad, 0, 0, false, false, false},
-          Codec{Kind::kCast, 2, 0, true, false, false}}) {
+    for (const Codec& codec : {Codec{Kind::kMaxMin, 4, bucket}, Codec{Kind::kMaxMin, 3, bucket, true, true},
+                               Codec{Kind::kSign, 0, bucket}, Codec{Kind::kByteGrad}, Codec{Kind::kCast, 2, 0, true}}) {
       for (const int64_t size : kSizes) {
         for (const int64_t chunks : kChunks) {
           if (everything() || turn++ % 2 == 0)
@@ -147,7 +145,7 @@ void large_sizes() {
 // Decoding 8 MiB and more writes around the caches if the memory is aligned for it. The second message is not aligned.
 void streamed() {
   Random r{4};
-  compare({Kind::kMaxMin, 4, 512, false, false, false}, {{(int64_t{1} << 20) + 129, DType::kF32}}, 1, 2, false, r);
+  compare({Kind::kMaxMin, 4, 512}, {{(int64_t{1} << 20) + 129, DType::kF32}}, 1, 2, false, r);
 }
 
 // No leaves, no elements, no messages. Empty memory may have no address.
@@ -173,7 +171,7 @@ void nothing() {
       }
     }
     Random r{5};
-    const Message none({Kind::kMaxMin, 4, 512, false, false, false}, {{1000, DType::kF32}}, 3, 0, r);
+    const Message none({Kind::kMaxMin, 4, 512}, {{1000, DType::kF32}}, 3, 0, r);
     const Memory payload = encode(none, one_thread());
     CHECK(payload.size() == 0, isa);
     CHECK(decode(none.layout, 0, payload, one_thread())[0].size() == 0, isa);

@@ -106,7 +106,7 @@ void stochastic_halves(const Format& f) {
 template <int kExponent>
 void float8() {
   const Format f{kExponent, 7 - kExponent, (1 << (kExponent - 1)) - 1};
-  const Codec codec{Kind::kFloat8, kExponent, 512, false, false, false};
+  const Codec codec{Kind::kFloat8, kExponent, 512};
   const cpu::Kernels& k = cpu::kernels();
   const std::string context = std::string(k.name) + " Float8 " + std::to_string(kExponent);
   Grid g{};
