@@ -10,8 +10,6 @@
 
 namespace jaxcgx::test {
 
-constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
-
 // Copies that begin `elements` elements after a multiple of 64 bytes and end with their memory.
 class Shifted {
  public:

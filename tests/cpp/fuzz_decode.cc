@@ -33,8 +33,7 @@ struct Results {
 
 void round(Random& r, bool guarded) {
   std::vector<Leaf> shapes;
-  for (int64_t k = r.below(4); k >= 0; --k)
-    shapes.push_back({r.below(int64_t{1} << r.below(13)), r.pick({DType::kF32, DType::kBF16, DType::kF16})});
+  for (int64_t k = r.below(4); k >= 0; --k) shapes.push_back({r.below(int64_t{1} << r.below(13)), r.pick(kDTypes)});
   const int64_t chunks = 1 + r.below(r.below(2) == 0 ? 1 : 7), batch = 1 + r.below(3), ranks = 1 + r.below(3);
   const Message m(any_codec(r), shapes, chunks, batch, r, guarded);
   const Layout& l = m.layout;

@@ -26,6 +26,7 @@ namespace jaxcgx::test {
 inline bool everything() { return std::getenv("JAXCGX_TEST_FULL") != nullptr; }
 
 inline const char* const kIsas[] = {"portable", "avx2", "avx512"};
+constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
 
 // Exactly `size` bytes, filled with garbage. On the heap, AddressSanitizer sees accesses around them, except those of
 // masked vector instructions. Guarded memory ends before an inaccessible page, which also stops these.

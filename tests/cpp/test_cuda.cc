@@ -54,28 +54,16 @@ void large_buckets() {
     for (const Codec& codec : codecs(bucket)) {
       const bool rare = codec.kind == Kind::kSign || codec.kind == Kind::kByteGrad || codec.kind == Kind::kFloat8;
       if (!rare && ++turn % 16 != 0) continue;  // to save time
-      compare({codec,
-               {{bucket + 1 + r.below(bucket / 4), r.pick(kDTypes)}, {17, DType::kF32}},
-               1 + r.below(2),
-               1,
-               2,
-               r.below(2) == 0,
-               r.below(2)},
-              r);
+      Case k{codec, {{bucket + 1 + r.below(bucket / 4), r.pick(kDTypes)}, {17, DType::kF32}}};
+      k.chunks = 1 + r.below(2);
+      k.feedback = r.below(2) == 0;
+      k.shift = r.below(2);
+      compare(k, r);
     }
   }
-  for (const Codec& codec : {Codec{Kind::kMicro, kNvfp4, 0}, Codec{Kind::kMicro, kMxfp8, 9000}})
+  for (const Codec& codec : {Codec{Kind::kMicro, kNvfp4, 0}, Codec{Kind::kMicro, kMxfp8, 9000}, Codec{Kind::kByteGrad},
+                             Codec{Kind::kByteGrad, 0, 0, false, false, true}})
     compare({codec, {{20000, DType::kF32}, {9000, DType::kBF16}}, 2, 2, 3, true, 0}, r);
-  for (const bool compatible : {false, true}) {
-    compare({{Kind::kByteGrad, 0, 0, false, false, compatible},
-             {{20000, DType::kF32}, {9000, DType::kBF16}},
-             2,
-             2,
-             3,
-             true,
-             0},
-            r);
-  }
 }
 
 // Leaves that end near a block, a tile (4096) or a part (8192) of a bucket: one bucket of a leaf, buckets of a power of

@@ -36,8 +36,7 @@ uint64_t digest_of(int rounds) {
   for (int round = 0; round < rounds; ++round) {
     const Codec codec = any_codec(round, r);
     std::vector<Leaf> shapes;
-    for (int64_t k = r.below(3); k >= 0; --k)
-      shapes.push_back({r.below(int64_t{1} << r.below(13)), r.pick({DType::kF32, DType::kBF16, DType::kF16})});
+    for (int64_t k = r.below(3); k >= 0; --k) shapes.push_back({r.below(int64_t{1} << r.below(13)), r.pick(kDTypes)});
     const int64_t chunks = 1 + r.below(3), batch = 1 + r.below(2);
     const Message m(codec, shapes, chunks, batch, r);
     std::vector<Memory> residuals;

@@ -73,7 +73,6 @@ void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks
 
 constexpr int64_t kSizes[] = {0, 1, 2, 7, 8, 9, 15, 16, 17, 127, 128, 129, 511, 512, 513, 2047, 2048, 2049};
 constexpr int64_t kBuckets[] = {1, 2, 3, 7, 8, 33, 64, 100, 128, 512, 1000, 2048, 5000, 40000};
-constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
 constexpr int64_t kChunks[] = {1, 2, 3, 7};
 
 // All sizes as the leaves of one message. The dtypes rotate with the codecs and bucket sizes. `make test` takes every

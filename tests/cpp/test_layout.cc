@@ -75,8 +75,7 @@ void layouts() {
   for (const Codec& codec : all) {
     for (int i = 0; i < 12; ++i) {
       std::vector<Leaf> leaves;
-      for (int64_t k = r.below(6); k > 0; --k)
-        leaves.push_back({r.below(int64_t{1} << r.below(17)), r.pick({DType::kF32, DType::kBF16, DType::kF16})});
+      for (int64_t k = r.below(6); k > 0; --k) leaves.push_back({r.below(int64_t{1} << r.below(17)), r.pick(kDTypes)});
       check_layout(codec, leaves, 1 + r.below(r.below(4) == 0 ? 60 : 9));
     }
     for (const int64_t chunks : {1, 7, 1000}) {
