@@ -7,13 +7,9 @@ namespace jaxcgx::test {
 namespace {
 
 Codec any_codec(Random& r) {
-  if (r.below(3) == 0) {
-    const auto all = r.below(2) == 0 ? sparse_codecs(true) : codecs_without_buckets();
-    return all[static_cast<size_t>(r.below(static_cast<int64_t>(all.size())))];
-  }
-  const auto all =
-      r.below(8) == 0 ? rotated_codecs(kBlock << r.below(3)) : codecs(1 + r.below(int64_t{1} << r.below(13)));
-  return all[static_cast<size_t>(r.below(static_cast<int64_t>(all.size())))];
+  if (r.below(3) == 0) return r.one_of(r.below(2) == 0 ? sparse_codecs(true) : codecs_without_buckets());
+  if (r.below(8) == 0) return r.one_of(rotated_codecs(kBlock << r.below(3)));
+  return r.one_of(codecs(1 + r.below(int64_t{1} << r.below(13))));
 }
 
 void fill(uint8_t* p, uint8_t* end, Random& r) {

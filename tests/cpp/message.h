@@ -128,6 +128,10 @@ struct Random {  // splitmix64
   T pick(const T (&from)[n]) {
     return from[below(n)];
   }
+  template <class T>
+  T one_of(const std::vector<T>& from) {
+    return from[static_cast<size_t>(below(static_cast<int64_t>(from.size())))];
+  }
 };
 
 // Makes stretches of numbers of one magnitude, from denormals to 2^126: constants, zeros of both signs, offsets far

@@ -23,11 +23,10 @@ struct Digest {  // FNV-1a
 };
 
 Codec any_codec(int round, Random& r) {
-  const std::vector<Codec> all = round % 4 == 0   ? codecs(1 + r.below(int64_t{1} << r.below(13)))
-                                 : round % 4 == 1 ? rotated_codecs(kBlock << r.below(3))
-                                 : round % 4 == 2 ? codecs_without_buckets()
-                                                  : sparse_codecs(true);
-  return all[static_cast<size_t>(r.below(static_cast<int64_t>(all.size())))];
+  return r.one_of(round % 4 == 0   ? codecs(1 + r.below(int64_t{1} << r.below(13)))
+                  : round % 4 == 1 ? rotated_codecs(kBlock << r.below(3))
+                  : round % 4 == 2 ? codecs_without_buckets()
+                                   : sparse_codecs(true));
 }
 
 uint64_t digest_of(int rounds) {
