@@ -123,9 +123,6 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
   return C::grid({lo, hi}, sum, int64_t{1} << log_bucket, codec);
 }
 
-// unit_of and base_of return the numbers that are written. With codes of 0, a NaN makes the whole bucket decode to NaN.
-CGX_D float unit_of(const Grid& g) { return g.finite ? g.unit : float_of(kNaNBits); }
-CGX_D float base_of(const Grid& g) { return g.finite ? g.base : float_of(kNaNBits); }
 CGX_D void store_meta(const Message& m, uint8_t* chunk, int64_t at, const Grid& g) {
   float* meta = reinterpret_cast<float*>(chunk) + at;
   if (m.meta == 2)

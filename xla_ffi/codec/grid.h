@@ -28,6 +28,10 @@ struct Grid {
   bool finite;       // false: the bucket decodes to NaN
 };
 
+// unit_of and base_of return the numbers that are written. With codes of 0, a NaN makes the whole bucket decode to NaN.
+CGX_HD float unit_of(const Grid& g) { return g.finite ? g.unit : float_of(kNaNBits); }
+CGX_HD float base_of(const Grid& g) { return g.finite ? g.base : float_of(kNaNBits); }
+
 // Returns the power of two by which a bucket is multiplied before it is quantized; `largest` is its largest magnitude.
 // It is 1 except for very small and very large numbers. It keeps unit and 1 / unit within the normal range.
 CGX_HD float scale_of(float largest) {

@@ -206,14 +206,14 @@ class Encoder {
     put_meta(s, index, g);
     if (!g.finite) std::memset(codes, 0, static_cast<size_t>(bucket_bytes(codec_, size)));
     if (keeps_) {
-      const float nan = float_of(kNaNBits), meta[2] = {g.finite ? g.unit : nan, g.finite ? g.base : nan};
+      const float meta[2] = {unit_of(g), base_of(g)};
       decode_rotated(k_, codec_, codes, meta, n, y, Write::kOver);
       keep_(s, at, n, x, y);
     }
   }
 
   void put_meta(const Span& s, int64_t index, const Grid& g) const {
-    const float meta[2] = {g.finite ? g.unit : float_of(kNaNBits), g.finite ? g.base : float_of(kNaNBits)};
+    const float meta[2] = {unit_of(g), base_of(g)};
     std::memcpy(t_.chunk(s) + meta_at(t_.layout, *s.piece, index), meta,
                 sizeof(float) * static_cast<size_t>(meta_floats(codec_)));
   }
@@ -234,10 +234,9 @@ class Encoder {
       std::memset(codes, 0, static_cast<size_t>(bucket_bytes(codec_, n)));
     }
     if (keeps_) {
-      const float nan = float_of(kNaNBits);
       Terms decoded;
-      decoded.add(codes, g.finite ? g.unit : nan);
-      decode_(decoded, n, g.finite ? g.base : nan, other, Write::kOver);
+      decoded.add(codes, unit_of(g));
+      decode_(decoded, n, base_of(g), other, Write::kOver);
       keep_(s, at, n, x, other);
     }
   }
