@@ -36,12 +36,7 @@ __global__ void nothing_kernel() {}
 
 }  // namespace
 
-Status launch_nothing(cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = config.blockDim = dim3(1);
-  config.stream = stream;
-  return launch(config, nothing_kernel, "empty kernel");
-}
+Status launch_nothing(cudaStream_t stream) { return launch(config_of(1, 1, stream), nothing_kernel, "empty kernel"); }
 
 bool begins_early() {
   constexpr int kWaits = 90;  // place_of waits from this architecture on

@@ -474,11 +474,7 @@ Status launch(void (*kernel)(Parameters...), const char* name, int64_t blocks, u
               Parameters... given) {
   if (blocks == 0) return {};
   if (blocks > INT32_MAX) return {name, cudaErrorInvalidConfiguration};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<uint32_t>(blocks));
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  return cuda::launch(config, kernel, name, given...);
+  return cuda::launch(config_of(blocks, threads, stream), kernel, name, given...);
 }
 
 // The workspace of an operation. A line is a chunk that is packed or unpacked. The workspace has the chunks of Raw of

@@ -218,26 +218,19 @@ Status with_word(int64_t width, F f) {
   return width == 1 ? f(uint8_t{}) : width == 2 ? f(uint16_t{}) : width == 4 ? f(uint32_t{}) : f(uint64_t{});
 }
 
-cudaLaunchConfig_t config_of(int64_t words, cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<uint32_t>(div_up(words, kPatchBlock)));
-  config.blockDim = dim3(kPatchThreads);
-  config.stream = stream;
-  return config;
-}
-
 }  // namespace
 
 Status encode_patch(const PatchEncode& a, cudaStream_t stream) {
+  const auto config = config_of(div_up(a.words, kPatchBlock), kPatchThreads, stream);
   return with_word(a.width, [&](auto word) {
-    return launch(config_of(a.words, stream), encode_patch_kernel<decltype(word)>, "patch encode kernel", a);
+    return launch(config, encode_patch_kernel<decltype(word)>, "patch encode kernel", a);
   });
 }
 
 Status apply_patch(const PatchApply& a, cudaStream_t stream) {
-  return with_word(a.width, [&](auto word) {
-    return launch(config_of(a.words, stream), apply_patch_kernel<decltype(word)>, "patch apply kernel", a);
-  });
+  const auto config = config_of(div_up(a.words, kPatchBlock), kPatchThreads, stream);
+  return with_word(
+      a.width, [&](auto word) { return launch(config, apply_patch_kernel<decltype(word)>, "patch apply kernel", a); });
 }
 
 }  // namespace jaxcgx::cuda

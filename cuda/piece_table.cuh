@@ -19,6 +19,13 @@ Status launch(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), c
       Loading::now ? cudaFuncGetAttributes(&unused, kernel) : cudaLaunchKernelEx(&config, kernel, arguments...);
   return error == cudaSuccess ? Status() : Status{name, error};
 }
+inline cudaLaunchConfig_t config_of(int64_t blocks, uint32_t threads, cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<uint32_t>(blocks));
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  return config;
+}
 
 // Adds to a counter. Releases the stores before it, and acquires the stores before the other threads' additions.
 CGX_D uint32_t add_in_order(uint32_t* counter, uint32_t x) {

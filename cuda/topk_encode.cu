@@ -112,13 +112,10 @@ Status encode_topk(const TopkWork& work, const Call& given) {
   call.early = begins_early();
   const int64_t bytes = batch * (m.where != nullptr ? 1 : l.chunks()) * l.chunk_bytes;
   constexpr int64_t kMostBlocks = 1024;
-  cudaLaunchConfig_t config = {};
-  config.gridDim =
-      dim3(static_cast<uint32_t>(std::min(kMostBlocks, div_up(std::max(bytes / 16, work.states / 4), kSelectThreads))));
-  config.blockDim = dim3(kSelectThreads);
-  config.stream = call.stream;
-  Status status = launch(config, clear_kernel, "clear kernel", reinterpret_cast<uint4*>(m.payload), bytes / 16,
-                         reinterpret_cast<uint4*>(m.workspace), work.states / 4);
+  const int64_t blocks = std::min(kMostBlocks, div_up(std::max(bytes / 16, work.states / 4), kSelectThreads));
+  Status status =
+      launch(config_of(blocks, kSelectThreads, call.stream), clear_kernel, "clear kernel",
+             reinterpret_cast<uint4*>(m.payload), bytes / 16, reinterpret_cast<uint4*>(m.workspace), work.states / 4);
   if (status.call != nullptr) return status;
   SelectionLaunches launches(work, call);
   if (sparse.select == Select::kExponential) launch_threshold(launches);
