@@ -5,7 +5,6 @@
 #include <unordered_set>
 #include <utility>
 
-#include "handlers/cuda_error.h"
 #include "handlers/operations.h"
 
 namespace jaxcgx {
@@ -172,22 +171,34 @@ XLA_FFI_Error* load(XLA_FFI_Handler* handler, XLA_FFI_CallFrame* frame) {
 }
 
 ffi::Error error_of(const std::string& op, const cuda::Status& status) {
+  if (status.error == cudaSuccess) return ffi::Error::Success();
+  const std::string prefix = "jaxcgx_" + op + ": ";
   switch (status.error) {
-    case cudaSuccess:
-      return ffi::Error::Success();
     case cudaErrorNoKernelImageForDevice:
     case cudaErrorInvalidDeviceFunction:
       return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                        no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
+                        prefix + "this build has code for " + JAXCGX_CUDA_ARCHITECTURES + "; this GPU is " +
+                            this_gpu() +
+                            ": build jaxcgx with a CUDA compiler that knows that GPU, or name its architecture in "
+                            "CMAKE_CUDA_ARCHITECTURES");
     case cudaErrorInsufficientDriver:
     case cudaErrorUnsupportedPtxVersion: {
+      // To run machine code, a driver must support the major version of the CUDA release that the build was made with.
+      // To compile PTX, it must support that release itself.
+      const auto release = [](int version) {
+        return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+      };
       int driver = 0;  // stays 0 without a driver; the call works without a GPU, too
       cudaDriverGetVersion(&driver);
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, old_driver_message(op, CUDART_VERSION, driver));
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                        prefix + "this build is of CUDA " + release(CUDART_VERSION) +
+                            "; this machine's driver is for CUDA " + release(driver) +
+                            " at most: update the driver, or build jaxcgx with nvcc " + release(driver) +
+                            " or earlier");
     }
     default:
-      return ffi::Error::Internal(
-          failed_call_message(op, status.call, cudaGetErrorName(status.error), cudaGetErrorString(status.error)));
+      return ffi::Error::Internal(prefix + status.call + " failed with " + cudaGetErrorName(status.error) + " (" +
+                                  cudaGetErrorString(status.error) + ")");
   }
 }
 
