@@ -298,30 +298,17 @@ void test_orders() {
   for (int i = 0; i < (everything() ? 1000 : 20); ++i) compare_sums(some(2), nets, i % 2 == 0);
 }
 
-// Waits in each thread until all have come.
-class Barrier {
- public:
-  explicit Barrier(int64_t threads) : missing_(threads) {}
-  void wait() {
-    --missing_;
-    while (missing_ > 0) std::this_thread::sleep_for(1ms);
-  }
-
- private:
-  std::atomic<int64_t> missing_;
-};
-
 // Every call of a sum fails once. Whoever makes it says so. The other rank succeeds, or says that this one has left.
 void test_calls_that_fail() {
   const Asked k = some(2);
   int64_t reached = 0;
   for (int64_t n = 1; n <= 300; n += everything() ? 1 : n < 60 ? 2 : 11) {
     const auto nets = lasting(2);
-    Barrier barrier(2);
+    std::atomic<int64_t> missing{2};
     std::string errors[2];
     run(k, nets, [&](const auto& net, int64_t rank, Rank& r) {
       const auto ready = [&] {
-        barrier.wait();
+        for (--missing; missing > 0;) std::this_thread::sleep_for(1ms);  // for the other rank
         if (rank == 0) cuda_emulator::fail(n, cudaErrorLaunchFailure);
       };
       errors[rank] = on_gpu(k, net, rank, r, {n % 2 == 0, ready});
