@@ -302,9 +302,6 @@ CGX_HD void mul_wide(PhiloxWord x, uint32_t b, PhiloxWord* high, PhiloxWord* low
   }
 }
 CGX_HD I iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
-CGX_HD M mask_of(uint32_t bits) {
-  return less(shl(splat_i(static_cast<int32_t>(bits)), splat_i(31) - iota()), splat_i(0));
-}
 CGX_HD I choose(I i, const int32_t (&of)[3]) {
   const __m256 table = _mm256_castsi256_ps(_mm256_setr_epi32(of[0], of[1], of[2], 0, of[0], of[1], of[2], 0));
   return bits(F{_mm256_permutevar_ps(table, i.a), _mm256_permutevar_ps(table, i.b)});
@@ -509,14 +506,14 @@ using PhiloxWord = I;
 CGX_HD I philox_word(I x) { return x; }
 CGX_HD I lanes_in_order(I x) { return x; }
 CGX_HD I iota() { return {{I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{12, 13, 14, 15}}}; }
-CGX_HD M mask_of(uint32_t bits) {
-  return less(shl(splat_i(static_cast<int32_t>(bits)), splat_i(31) - iota()), splat_i(0));
-}
 #undef CGX_EACH
 
 #endif
 
 #if !(defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__))
+CGX_HD M mask_of(uint32_t bits) {
+  return less(shl(splat_i(static_cast<int32_t>(bits)), splat_i(31) - iota()), splat_i(0));
+}
 CGX_HD I add_where(M m, I a, I b) { return a + select(m, b, splat_i(0)); }
 CGX_HD F multiply_where(M m, F a, F b) { return select(m, a * b, splat_f(0.0f)); }
 CGX_HD F largest(F a, F b) {

@@ -1,7 +1,6 @@
 // Decodes and checks the attributes of a call. Handlers never trust their caller.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <iterator>

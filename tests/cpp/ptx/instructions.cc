@@ -1,7 +1,5 @@
 // The instructions of PTX that the kernels use, as C++. An instruction is fused or flushes to zero only if its name
 // says so. The table has no instruction without a rounding mode, and none with .ftz or .approx.
-#include "instructions.h"
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -10,6 +8,7 @@
 #include <utility>
 
 #include "cuda_emulator/cuda_runtime.h"
+#include "kernel.h"
 
 namespace jaxcgx::ptx {
 namespace {

@@ -1,4 +1,4 @@
-// A translated PTX kernel: for each instruction a C++ function and the places of its operands.
+// PTX kernels, and their translation: for each instruction a C++ function and the places of its operands.
 #pragma once
 
 #include <cstdint>
@@ -79,5 +79,13 @@ struct Thread {
     std::abort();
   }
 };
+
+// Returns the function for an instruction, by its name with all suffixes, or null if the instruction isn't known.
+// instructions.cc
+Operation operation_of(const std::string& name);
+
+// Returns the kernels of a PTX file, whose text must outlive them. An unknown instruction ends the program.
+// translate.cc
+std::vector<Kernel> translate(std::string_view text);
 
 }  // namespace jaxcgx::ptx

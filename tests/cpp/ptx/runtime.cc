@@ -10,7 +10,7 @@
 #include <map>
 
 #include "cuda_emulator/cuda_runtime.h"
-#include "translate.h"
+#include "kernel.h"
 
 namespace jaxcgx::ptx {
 namespace {

@@ -1,12 +1,10 @@
 // Reads PTX as nvcc writes it, one kernel after another, and looks every instruction up in the table of
 // instructions.cc.
-#include "translate.h"
-
 #include <algorithm>
 #include <charconv>
 #include <map>
 
-#include "instructions.h"
+#include "kernel.h"
 
 namespace jaxcgx::ptx {
 namespace {
