@@ -229,7 +229,6 @@ class Running : public std::enable_shared_from_this<Running> {
       : a_(std::move(a)),
         net_(std::move(net)),
         rank_(rank),
-        ranks_(a_.ranks),
         parts_(a_.parts()),
         pieces_(a_.pieces()),
         all_(a_.batch * pieces_),
@@ -518,8 +517,8 @@ class Running : public std::enable_shared_from_this<Running> {
       send_up(part, piece);
       return;
     }
-    for (int64_t i = 1; i < ranks_ && !a_.two_shot; ++i)
-      send((rank_ + i) % ranks_, slot(false, part, piece), row(part, piece, rank_), sent_bytes(part, piece));
+    for (int64_t i = 1; i < a_.ranks && !a_.two_shot; ++i)
+      send((rank_ + i) % a_.ranks, slot(false, part, piece), row(part, piece, rank_), sent_bytes(part, piece));
     if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // an empty piece is not sent
     one_less(part, piece);
   }
@@ -585,7 +584,7 @@ class Running : public std::enable_shared_from_this<Running> {
     if (a_.two_shot)
       later(share_, [this, part, piece] { sum(part, piece); });
     else if (a_.device)
-      give(piece, chunk(part, piece), row(part, piece, summed_[0][0]), ranks_ * bytes_);
+      give(piece, chunk(part, piece), row(part, piece, summed_[0][0]), a_.ranks * bytes_);
     else
       each_device([&](Running& to) {
         to.at_last([self = shared_from_this(), &to, piece] { self->sum_to_leaves(piece, to); });
@@ -766,7 +765,7 @@ class Running : public std::enable_shared_from_this<Running> {
   const Allreduce a_;
   const std::shared_ptr<Net> net_;
   // pieces_: number of pieces of a part of a message. all_: number of pieces of a part of all messages.
-  const int64_t rank_, ranks_, parts_, pieces_, all_, bytes_;
+  const int64_t rank_, parts_, pieces_, all_, bytes_;
   std::vector<std::vector<int64_t>> summed_;  // by part: Allreduce::summed
   // Pointers to the workspace. payloads_: by part, [all_, summed, chunk_bytes]. The other two: [parts_, all_,
   // chunk_bytes] each, for payloads to the parent and for the root's sums.
