@@ -45,15 +45,12 @@ struct AllToAll {
 
   AllToAll(Net& net, tcp::Group group, int64_t bytes, int64_t slots, int64_t number, bool overtakes = false)
       : number(number), rank(group.rank), ranks(group.size()), slots(slots) {
-    tcp::Exchange e{"all_to_all of " + std::to_string(bytes) + " bytes",
-                    0,
-                    0,
-                    std::move(group),
-                    {},
-                    (ranks - 1) * slots,
-                    {},
-                    waiter.done(),
-                    overtakes};
+    tcp::Exchange e{};
+    e.name = "all_to_all of " + std::to_string(bytes) + " bytes";
+    e.group = std::move(group);
+    e.sends = (ranks - 1) * slots;
+    e.done = waiter.done();
+    e.overtakes = overtakes;
     for (int64_t i = 0; i < ranks * slots; ++i) {
       in.emplace_back(bytes), out.emplace_back(bytes, 0xee);
       test::sent(number + i % slots, rank, i / slots, 0, in.back().data(), bytes);
