@@ -16,7 +16,6 @@ from jaxcgx.plan.overlay import Overlay, Tree
 from jaxcgx.transports.xla import Axes
 
 RAW = cgx.Raw()
-BY_AXIS = {"a": CODEC, "b": RAW}
 MATRICES = dict(a=np.ones((2, 3), np.float32), b=np.ones((2, 3), np.float32))
 given = functools.partial  # a function with arguments that are right
 
@@ -31,6 +30,13 @@ FROM_ENV = given(cgx.Plan.from_env, environ={})
 
 # {function: {argument: values that it refuses}}
 OUT_OF_RANGE = {
+    cgx.MaxMin: dict(bits=[0, 9], bucket_size=[-1, 0, 2**70], rounding=["up"]),
+    given(cgx.MaxMin, rotate=True): dict(bucket_size=[100]),
+    cgx.AbsMax: dict(bits=[1]),
+    given(cgx.AbsMax, rotate=True): dict(bucket_size=[100]),
+    cgx.Micro: dict(format=["fp4"]),
+    given(cgx.Micro, "mxfp4"): dict(rounding=["eden"]),
+    cgx.Cast: dict(dtype=["float32", 3]),
     cgx.Feedback: dict(plan=[{5: CODEC}, {0: CODEC, -1: CODEC}, {0: CODEC, "data": CODEC}]),
     FEEDBACK: dict(beta=[0, 2, jnp.float32(-0.5)], reset_every=[0]),
     given(FEEDBACK, beta=0.5): dict(keep=[False]),
@@ -92,6 +98,9 @@ OUT_OF_RANGE = {
     Tree: dict(parents=[(-1, 2, 1), (0, 0)]),
 }
 OF_ANOTHER_TYPE = {
+    cgx.MaxMin: dict(bits=[True, "4"], skip_incomplete=[2], rotate=[1]),
+    cgx.ByteGrad: dict(compatible=["no"]),
+    cgx.Sign: dict(bucket_size=[1.0]),
     cgx.Feedback: dict(plan=[4, {"data": 4}, {0: CODEC, 9: "raw"}]),
     FEEDBACK: dict(
         keep=[1], telemetry=["yes"], skip_nonfinite=[None], seed=["a", 0.5], beta=["1", jnp.zeros(2)], reset_every=[2.5]
@@ -106,7 +115,6 @@ OF_ANOTHER_TYPE = {
     given(wan.Diloco, every=500): dict(plan=[4]),
     DECOUPLED: dict(addresses=[5]),
     given(cgx.Plan.mixed_precision): dict(size_bound=[100000.0]),
-    given(cgx.Plan.mixed_precision, axis_name=("a", "b")): dict(codec=[BY_AXIS]),
     FROM_ENV: dict(bits=[4.0]),
     cgx.Plan: dict(default=["maxmin"]),
     PLAN: dict(
@@ -170,7 +178,7 @@ OTHERS = {
         (lambda: PLAN(schedule={"a": "auto", "b": Overlay.tree(2)}), ValueError, "schedule"),
     ],
     "Plan.bsc": [(lambda: cgx.Plan.bsc(0), ValueError, "threshold", "0", "0.01")],
-    "Plan.mixed_precision": [(lambda: cgx.Plan.mixed_precision(BY_AXIS), TypeError, "codec", "{'a'")],
+    "Plan.mixed_precision": [(lambda: cgx.Plan.mixed_precision({"a": CODEC, "b": RAW}), TypeError, "codec", "{'a'")],
     "Plan.from_env": [
         (lambda: cgx.Plan.from_env([]), ValueError, "axis_name", "[]"),
         (lambda: cgx.Plan.from_env(("inner", "cross")), ValueError, "axis_name", "('inner'", '("cross",'),
