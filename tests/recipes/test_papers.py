@@ -30,36 +30,24 @@ def make(dataset, name, **options):
 
 
 # The papers have 0.27 and 0.85 million ("Deep Residual Learning") and 138 million ("Very Deep Convolutional Networks").
-# ResNet-50 has the 25.6 million of other implementations.
+# ResNet-50 has the 25.6 million of other implementations. Transformers have the tokens and the context of GPT-2, of
+# Transformer-XL on WikiText-103 (151 million with the biases of its softmax) and of BERT without its pooling layer.
 @pytest.mark.parametrize(
-    "name, parameters",
+    "name, of_data, of_model, parameters",
     [
-        ("cifar/resnet20", 269_722),
-        ("cifar/resnet56", 853_018),
-        ("imagenet/resnet50", 25_557_032),
-        ("imagenet/vgg16", 138_357_544),
+        ("cifar/resnet20", {}, {}, 269_722),
+        ("cifar/resnet56", {}, {}, 853_018),
+        ("imagenet/resnet50", {}, {}, 25_557_032),
+        ("imagenet/vgg16", {}, {}, 138_357_544),
+        ("text/gpt", dict(classes=50_257, shape=(1024,)), dict(layers=12, width=768, heads=12), 124_439_808),
+        ("text/transformer_xl", dict(classes=267_735, shape=(150,)), {}, 150_850_870),
+        ("qa/bert", dict(classes=30_522, shape=(512, 2)), {}, 108_893_186),
     ],
 )
-def test_parameters(name, parameters, load):
+def test_parameters(name, of_data, of_model, parameters, load):
+    """of_data, of_model: what differs from the config and its data set."""
     config, dataset = load(name)
-    found = jax.eval_shape(lambda: make(dataset, **config.model.to_dict()).params)
-    assert sum(x.size for x in jax.tree.leaves(found)) == parameters
-
-
-# With the tokens and the context of GPT-2, of Transformer-XL on WikiText-103 (151 million with the biases of its
-# softmax) and of BERT without its pooling layer.
-@pytest.mark.parametrize(
-    "name, tokens, shape, changes, parameters",
-    [
-        ("text/gpt", 50_257, (1024,), dict(layers=12, width=768, heads=12), 124_439_808),
-        ("text/transformer_xl", 267_735, (150,), {}, 150_850_870),
-        ("qa/bert", 30_522, (512, 2), {}, 108_893_186),
-    ],
-)
-def test_parameters_of_transformers(name, tokens, shape, changes, parameters, load):
-    config, dataset = load(name)
-    dataset = dataset._replace(shape=shape, classes=tokens)
-    found = jax.eval_shape(lambda: make(dataset, **config.model.to_dict() | changes).params)
+    found = jax.eval_shape(lambda: make(dataset._replace(**of_data), **config.model.to_dict() | of_model).params)
     assert sum(x.size for x in jax.tree.leaves(found)) == parameters
 
 
