@@ -22,15 +22,12 @@ import numpy as np
 import pages
 import pytest
 from commands import ROOT
+from helpers import AS_ROOT, run
 
 from jaxcgx.report import results
 
 LIMIT = 1800  # seconds
-ROOTS = {  # from docs/mpi.md
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
+ROOTS = AS_ROOT | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}  # from docs/mpi.md
 READERS_FILES = "train.py", "centers.py", "shapes.json", "grads.npz"
 RESULTS = ROOT / "benchmarks/results/commands.json"
 
@@ -73,16 +70,14 @@ class Copy:
         self.home, self.folder = home, home / "jaxcgx"
         self.environments = {}  # {installations: folder}
         self.worked = {}  # {(installations, text): whether it did}
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        listed = run("git", "ls-files", "-z", "-co", "--exclude-standard", cwd=ROOT)
         for name in filter(None, listed.stdout.split("\0")):
             if (ROOT / name).is_file():
                 (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, self.folder / name)
-        subprocess.run(["git", "init", "-q"], cwd=self.folder, check=True)
+        run("git", "init", "-q", cwd=self.folder)
         # `make check` gets the list of files from git.
-        subprocess.run(["git", "add", "-A"], cwd=self.folder, check=True)
+        run("git", "add", "-A", cwd=self.folder)
 
     def run(self, text, environment):
         """Runs a script, with the Python of an environment if it isn't None."""
@@ -112,7 +107,7 @@ class Copy:
         if made_by and made_by not in self.environments:
             folder = self.home / f"venv{len(self.environments)}"
             python = pathlib.Path(sys.base_prefix) / "bin/python3"
-            subprocess.run([python, "-m", "venv", folder], check=True)
+            run(python, "-m", "venv", folder)
             self.run("\n".join(made_by), folder)
             self.environments[made_by] = folder
         return self.environments.get(made_by)

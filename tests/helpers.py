@@ -257,6 +257,10 @@ def all_captured(thunks):
     return "kCommandBuffer" in thunks and bool(calls) and all(calls)
 
 
+# mpirun also starts as root with these variables.
+AS_ROOT = dict(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+
+
 def run(*command, status=0, timeout=300, env=None, **options):
     """Runs a command, which must end with a status, and returns what it printed as .stdout and .stderr."""
     options |= dict(capture_output=True, text=True, timeout=timeout, env=os.environ | (env or {}))

@@ -15,12 +15,14 @@ import sys
 import time
 
 import pytest
+from helpers import AS_ROOT, run
 from started import free_port
 
 RECIPES = pathlib.Path(__file__).parents[2] / "recipes"
 TRAIN = (RECIPES / "train.py",)
 PROBE = pathlib.Path(__file__).with_name("full_probe.py")
 LIMIT = 300  # seconds
+PATH = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 
 
 def start(before, steps, runs, *changes, script=TRAIN, **more):
@@ -35,14 +37,10 @@ def local(steps, runs, *changes, **more):
 
 
 def mpirun(steps, runs, *changes, script=TRAIN):
-    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-    line = [shutil.which("mpirun", path=path), "-n", "2", sys.executable, "-m", "mpi4py"]
-    root = {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
-    return [start(line, steps, runs, *changes, script=script, **root)]
+    pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+    line = [shutil.which("mpirun", path=PATH), "-n", "2", sys.executable, "-m", "mpi4py"]
+    more = AS_ROOT | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    return [start(line, steps, runs, *changes, script=script, **more)]
 
 
 def distributed(steps, runs, *changes, each=((), ()), script=TRAIN):
@@ -64,7 +62,6 @@ def losses(runs):
 
 
 def test_mpirun_distributed_and_local(train, tmp_path):
-    pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
     end(mpirun(20, tmp_path))
     end(distributed(40, tmp_path))
     end(local(60, tmp_path))
@@ -84,11 +81,8 @@ def test_the_line_for_several_hosts(train, tmp_path):
     here = here.replace("imagenet/resnet50", "cifar/resnet20")
     changes = "data=synthetic", "model.depth=8", "train.batch_size=2", "train.steps=2", "train.test_examples=2"
     words = [*shlex.split(here), *(f"--config.{change}" for change in changes), f"--runs={tmp_path}"]
-    bin_first = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    env = dict(LD_LIBRARY_PATH="") | os.environ | root | {"PATH": bin_first}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    end([subprocess.Popen(words, env=env, cwd=RECIPES.parent, **pipes)])
+    env = AS_ROOT | dict(PATH=PATH, LD_LIBRARY_PATH=os.environ.get("LD_LIBRARY_PATH", ""))
+    run(*words, env=env, cwd=RECIPES.parent)
     assert "4 ranks, 2 steps" in next(tmp_path.glob("cifar-resnet20-wm0/log.txt")).read_text()
 
 
@@ -129,8 +123,6 @@ def test_an_error_of_one_process_ends_all(train, tmp_path):
 @pytest.mark.parametrize("begin", [local, mpirun, distributed])
 def test_bad_checkpoints(train, tmp_path, begin):
     """A full disk ends all processes with one line. Of checkpoints, the last that can be read counts."""
-    if begin is mpirun:
-        pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
     folder = tmp_path / "digits-mlp-dgc-wm0/checkpoints"
     saved = lambda: sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
@@ -159,8 +151,6 @@ def test_bad_checkpoints(train, tmp_path, begin):
 )
 def test_a_signal_ends_all_processes_after_the_same_step(train, tmp_path, begin, number):
     """The run that goes on has the losses, to the bit, of one that was not interrupted."""
-    if begin is mpirun:
-        pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
     changes = "--config.train.log_every=1", "--config.train.num_epochs=600"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     processes = begin(12_000, parts, *changes)

@@ -6,13 +6,12 @@ import pathlib
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 import types
 
 import pytest
-from helpers import load_script, run
+from helpers import AS_ROOT, load_script, run
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -98,7 +97,7 @@ def test_files_for_clusters(train):
     assert variables["JAX_NUM_PROCESSES"] == str(pods["parallelism"]) == str(pods["completions"])
     name, job = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
     assert variables["JAX_COORDINATOR_ADDRESS"].startswith(f"{name}-{job}-0-0.{name}:")
-    subprocess.run(["bash", "-n", RECIPES / "launching/slurm.sh"], check=True)
+    run("bash", "-n", RECIPES / "launching/slurm.sh")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for names in re.findall(r"\.whl\)\[(.*?)\]", (ROOT / "Dockerfile").read_text()):
         assert set(names.split(",")) <= extras.keys()
@@ -111,9 +110,8 @@ def test_hosts(tmp_path):
     first = [line for line in (RECIPES / "launching/hosts").read_text().splitlines() if "node2" not in line]
     (tmp_path / "hosts").write_text("\n".join(first).replace("node1", "localhost"))
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     line = [shutil.which("mpirun", path=path), "--hostfile", tmp_path / "hosts", "--bind-to", "none", "-n"]
-    start = lambda ranks: run(*line, ranks, "sh", "-c", "echo $OMPI_COMM_WORLD_RANK", env=root, status=None)
+    start = lambda ranks: run(*line, ranks, "sh", "-c", "echo $OMPI_COMM_WORLD_RANK", env=AS_ROOT, status=None)
     assert sorted(start(4).stdout.split()) == list("0123")
     assert "not enough slots" in start(5).stderr
 
