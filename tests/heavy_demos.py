@@ -1,11 +1,10 @@
 """Runs every wide-area demonstration between hosts, as users do: `make test-demos`, which needs root."""
 
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
+from helpers import run
 
 from jaxcgx.lab import why_not
 
@@ -19,11 +18,9 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 @pytest.mark.parametrize("name", DEMOS)
 def test_demonstration(name, tmp_path):
     """Its table has the bytes of every technique's steps and a finite loss, and its plot is a picture."""
-    command = [sys.executable, FOLDER / f"{name}.py", "--epoch", "1", "--rate", "200mbit", "--out", tmp_path]
-    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # as in transports/test_tcp.py
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
-    assert result.returncode == 0, result.stderr
-    printed = result.stdout.splitlines()
+    words = "--epoch", "1", "--rate", "200mbit", "--out", tmp_path
+    env = {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # as in transports/test_tcp.py
+    printed = run(sys.executable, FOLDER / f"{name}.py", *words, timeout=LIMIT, env=env).stdout.splitlines()
     start = next(i for i, line in enumerate(printed) if line.startswith("technique"))
     end = printed.index("", start)
     rows = [line.rsplit(maxsplit=3) for line in printed[start + 1 : end]]

@@ -4,7 +4,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -57,7 +56,7 @@ assert pytest.main([*tests, "-q", "-k", "log2 or Log2 or gathered", "-p", "no:ca
 
 def apply(section, where):
     """Applies the diff of a section."""
-    done = subprocess.run(["git", "apply", "-"], cwd=where, input=DIFFS[section], text=True, capture_output=True)
+    done = run("git", "apply", "-", cwd=where, input=DIFFS[section], status=None)
     files = dict.fromkeys(re.findall(r"^error: (?:patch failed: )?([^ :]+):", done.stderr, re.MULTILINE))
     page = next(page for page, sections in PAGES.items() if section in sections)
     fits = f'the diff in {page}, "{section}", no longer fits {", ".join(files) or "its own line counts"}'

@@ -19,6 +19,7 @@ import time
 
 import pytest
 import yaml
+from helpers import run
 from started import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -77,9 +78,7 @@ def slurm(tmp_path, monkeypatch):
             stack.callback(daemon.wait)
             stack.callback(daemon.terminate)
             time.sleep(1)
-        yield lambda *words: subprocess.run(
-            words, capture_output=True, text=True, check=True, timeout=60
-        ).stdout.strip()
+        yield lambda *words: run(*words, timeout=60).stdout.strip()
 
 
 def wait(condition, path):

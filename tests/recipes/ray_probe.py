@@ -27,15 +27,9 @@ class Probe(ray_train.Worker):
         import jaxcgx as cgx
 
         def write(event, step, tree, world):
-            agree = jax.jit(
-                jax.shard_map(
-                    lambda x: cgx.check_replicas(x, "data"),
-                    mesh=world.mesh,
-                    in_specs=P(),
-                    out_specs=P(),
-                    check_vma=False,
-                )
-            )(tree.params)
+            check = lambda x: cgx.check_replicas(x, "data")
+            mapped = jax.shard_map(check, mesh=world.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+            agree = jax.jit(mapped)(tree.params)
             rows = [process_allgather(x, tiled=True) for x in jax.tree.leaves(tree) if not x.is_fully_replicated]
             sums = [float(each) for x in rows for each in np.ravel(x.sum(0, dtype=np.float64))[:64]]
             if world.speaks:

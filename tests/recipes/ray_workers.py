@@ -2,11 +2,11 @@
 
 import json
 import pathlib
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from helpers import run
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -26,20 +26,9 @@ def test_a_worker_dies(tmp_path, signal, what):
     changes |= {"train.num_epochs": 15, "train.test_every": 100, "compression.keep": True}
     changes = [f"--config.{key}={value}" for key, value in changes.items()]
     config = f"--config={RECIPES}/configs/digits/mlp.py"
-    line = [
-        sys.executable,
-        HERE / "ray_probe.py",
-        tmp_path,
-        signal,
-        "--workers=4",
-        config,
-        f"--runs={tmp_path}",
-        *changes,
-    ]
+    line = [sys.executable, HERE / "ray_probe.py", tmp_path, signal, "--workers=4", config, f"--runs={tmp_path}"]
     (tmp_path / "train.py").write_text("raise RuntimeError('not that of recipes')")
-    options = dict(cwd=tmp_path, capture_output=True, text=True, timeout=1500)
-    done = subprocess.run([str(word) for word in line], **options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(*line, *changes, cwd=tmp_path, timeout=1500)
     worlds = [text.partition(" workers: ")[0] for text in done.stdout.splitlines() if " workers: processes " in text]
     assert worlds == ["4", "3", "4"], done.stdout
     assert f"a worker {what}" in done.stdout and "room for 4 workers" in done.stdout
@@ -70,6 +59,5 @@ def test_errors_are_one_line(tmp_path):
     pytest.importorskip("ray", reason="needs the extra `ray`")
     config = f"--config={RECIPES}/configs/fashion_mnist/mlp.py"
     line = [sys.executable, RECIPES / "ray_train.py", "--workers=2", config, f"--config.data.folder={tmp_path}"]
-    done = subprocess.run([*line, f"--runs={tmp_path}"], capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 1
+    done = run(*line, f"--runs={tmp_path}", status=1, timeout=1500)
     assert done.stderr.splitlines()[-1].startswith(f"ray_train.py: config.data.folder: there is no {tmp_path}")
