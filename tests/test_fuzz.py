@@ -29,21 +29,6 @@ SHAPES = [(), (1,), (3,), (0,), (2, 3), (4, 0), (5, 1, 2), (300,)]
 CLOSE = {jnp.dtype(jnp.bfloat16): 2.0**-7, jnp.dtype(jnp.float16): 2.0**-10}
 
 
-# Calls of jaxcgx. No other place names its arguments.
-
-
-def collective(op, x, axes, codec, **options):
-    return getattr(cgx, f"compressed_{op}")(x, axes, plan=codec, **options)
-
-
-def value_and_grad(loss, axes, codec, mesh, **options):
-    return cgx.value_and_grad(loss, axes, codec, mesh=mesh, **options)
-
-
-def train_step(loss, optimizer, mesh, axes, codec, **options):
-    return cgx.make_train_step(loss, optimizer, mesh, codec, sharding=cgx.Sharding(axes), **options)
-
-
 def gradients_inside(style, loss, axes, codec):
     """Returns a function (params, batch) -> (mean loss, mean gradients) for use inside of shard_map or pmap."""
     if style == "value_and_grad":
@@ -228,7 +213,8 @@ def test_collectives(case):
 
         return on_every_rank(transformed(f, case["chain"], mesh.axis_names), case["style"], mesh, axes)(x)
 
-    got = program(lambda tree: collective(op, tree, axes, codec, **options), axis_types[0])
+    compressed = lambda tree: getattr(cgx, f"compressed_{op}")(tree, axes, plan=codec, **options)
+    got = program(compressed, axis_types[0])
     plain = lambda tree: jax.tree.map(lambda leaf: getattr(lax, op)(leaf, axes, **options), tree)
     assert_alike(got, program(plain, axis_types[1]), loose=4)
     assert axis_types[0] == axis_types[1]
@@ -300,9 +286,8 @@ def test_train_steps(case):
     mesh, (params, batch), host = prepared(case)
     flags = case["flags"]
     optimizer = OPTIMIZERS[case["optimizer"]]()
-    train = train_step(
-        functools.partial(loss_of, **flags), optimizer, mesh, axes, codec, accumulate=case["accumulate"], **flags
-    )
+    loss, options = functools.partial(loss_of, **flags), dict(accumulate=case["accumulate"], **flags)
+    train = cgx.make_train_step(loss, optimizer, mesh, codec, sharding=cgx.Sharding(axes), **options)
     state = train.init(params)
     (expected, whole), rest = host, optimizer.init(host[0])
     plain = jax.jit(jax.value_and_grad(functools.partial(plain_loss, **flags), has_aux=flags["has_aux"]))
@@ -322,7 +307,7 @@ def test_value_and_grad(case, jit):
     _, _, axes, codec = case["place"]
     mesh, (params, batch), host = prepared(case)
     flags = case["flags"]
-    ours = value_and_grad(functools.partial(loss_of, **flags), axes, codec, mesh, **flags)
+    ours = cgx.value_and_grad(functools.partial(loss_of, **flags), axes, codec, mesh=mesh, **flags)
     got = (jax.jit(ours) if jit else ours)(params, batch)
     plain = jax.value_and_grad(functools.partial(plain_loss, **flags), has_aux=flags["has_aux"])
     assert_alike(got, jax.jit(plain)(*host), loose=2**6)
