@@ -34,35 +34,26 @@ SHELL, PROMPT = "shell", "console"  # fences whose lines are commands, and whose
 # Reasons why `make test-commands` doesn't run a command. The first pattern that is found in the command counts.
 FOREIGN = "is another system's"
 ROOT_NEEDED = "needs root"
-GPU = "needs a GPU"
-COMPILER = "needs nvcc"
-CLUSTER = "needs several hosts or a scheduler"
-ENGINE = "needs a container engine"
-DATA = "needs data that the reader downloads"
 LONG = "takes longer than a few minutes"
-MEMORY = "needs more memory than small machines have"
-RELEASE = "needs the files that `make wheels` makes"
-ENDLESS = "runs until it is stopped"
 FILLED_IN = "is a name, or has words that the reader fills in"
-OTHER_MPI = "would take the place of Open MPI"
 NOT_RUN = {
     r"bagua|horovodrun|pytorch-cgx|mpirun -np \d+ (python train.py|\.\.\.)": FOREIGN,
     r"^(sudo|sysctl|tc) |--measure|MEASURE=|\d hosts|(exposed|training_speed|wan)\.py": ROOT_NEEDED,
     r"bench-(exposed|lab|late|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
-    r"cuda1[23]|gpu": GPU,
-    r"make cuda": COMPILER,
-    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link|a\.example|-H server": CLUSTER,
-    r"^docker ": ENGINE,
-    r"configs/cifar|cifar_train|^curl ": DATA,
-    r"^tensorboard ": ENDLESS,
-    r"imagenet/vgg16": MEMORY,
-    r"release-checks|dist/": RELEASE,
+    r"cuda1[23]|gpu": "needs a GPU",
+    r"make cuda": "needs nvcc",
+    r"^(srun|sbatch|kubectl|mpiexec)|hostfile|jaxcgx link|a\.example|-H server": "needs several hosts or a scheduler",
+    r"^docker ": "needs a container engine",
+    r"configs/cifar|cifar_train|^curl ": "needs data that the reader downloads",
+    r"^tensorboard ": "runs until it is stopped",
+    r"imagenet/vgg16": "needs more memory than small machines have",
+    r"release-checks|dist/": "needs the files that `make wheels` makes",
     r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
     r"kernels\.py --(kernels|size)|\.ci/run|(gallery|mutate)\.py|configs/text/gpt\.py --config\.train\.batch": LONG,
     r"make (choose|gallery|gates|matrix|mpich|site-check|soak|test|wheels)": LONG,
     r"\.\.\.|FILE|LOG|SECONDS|PID|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]|^ip": FILLED_IN,
     r"^pip install$": FILLED_IN,
-    r"mpich": OTHER_MPI,
+    r"mpich": "would take the place of Open MPI",
 }
 
 
