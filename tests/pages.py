@@ -25,6 +25,9 @@ import jaxcgx as cgx
 ROOT = pathlib.Path(__file__).parent.parent
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 CODE = r"^```python\n((?:(?!^```).)*)^```$"
+# What pages take as imported.
+IMPORTS = dict(P=P, AxisType=AxisType, NamedSharding=NamedSharding, cgx=cgx, functools=functools, jax=jax, jnp=jnp)
+IMPORTS |= dict(lax=lax, np=np, optax=optax, os=os, sys=sys)
 
 
 def programs(page):
@@ -67,19 +70,7 @@ def given(mesh=None):
     """What pages take as given: imports, a model, its data and a mesh. All new, as programs donate their arguments."""
     x, w, v = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((16, 8), (8, 256), (256, 4))))
     batch = x, jnp.sin(x[:, :4])
-    return dict(
-        P=P,
-        AxisType=AxisType,
-        NamedSharding=NamedSharding,
-        cgx=cgx,
-        functools=functools,
-        jax=jax,
-        jnp=jnp,
-        lax=lax,
-        np=np,
-        optax=optax,
-        os=os,
-        sys=sys,
+    return IMPORTS | dict(
         batch=batch,
         batches=[batch, batch],
         codec=cgx.MaxMin(4),

@@ -1,7 +1,6 @@
 """Tests docs/convert.md: each pair of steps runs. With Raw() both train the same, and with 4 bits almost the same."""
 
 import contextlib
-import functools
 import pathlib
 import re
 
@@ -103,9 +102,8 @@ def train(source, style, codec=None, kind=AxisType.Auto):
     """Returns the losses of 50 steps with the means of auxiliary outputs after them, and a step's explanation."""
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(kind,), devices=jax.devices()[:RANKS])
     optimizer = optax.adam(3e-3)
-    names = dict(jax=jax, jnp=jnp, cgx=cgx, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec)
-    names |= dict(optimizer=optimizer, loss_fn=OTHER_LOSSES.get(style, loss_fn), token_losses=token_losses)
-    names |= dict(embed=predict, predict=predict)
+    names = pages.IMPORTS | dict(mesh=mesh, codec=codec, optimizer=optimizer, token_losses=token_losses)
+    names |= dict(loss_fn=OTHER_LOSSES.get(style, loss_fn), embed=predict, predict=predict)
     if style in LIBRARIES:
         short, library = LIBRARIES[style]
         names[short] = pytest.importorskip(library, reason="needs the extra `test`")
@@ -165,8 +163,8 @@ def test_fsdp():
     before, after = PAIRS["FSDP"]
 
     def losses(source, codec=None):
-        names = dict(jax=jax, optax=optax, cgx=cgx, mesh=mesh, NamedSharding=NamedSharding, loss_fn=loss_fn)
-        names |= dict(optimizer=optax.adam(3e-3), codec=codec, params=PARAMS, specs=SPECS)
+        names = pages.IMPORTS | dict(mesh=mesh, loss_fn=loss_fn, optimizer=optax.adam(3e-3), codec=codec)
+        names |= dict(params=PARAMS, specs=SPECS)
         exec(source, names)
         args, found = (names["params"], names["state"]), []
         if codec:
@@ -190,8 +188,7 @@ def test_fsdp():
 def test_several_processes():
     """In a single process, which has all parts."""
     mesh = jax.make_mesh((RANKS,), ("data",), devices=jax.devices()[:RANKS])
-    names = dict(jax=jax, mesh=mesh, NamedSharding=NamedSharding, P=P)
-    names |= dict(images=np.asarray(X), labels=np.asarray(Y), chosen=np.arange(0, 64, 4))
+    names = pages.IMPORTS | dict(mesh=mesh, images=np.asarray(X), labels=np.asarray(Y), chosen=np.arange(0, 64, 4))
     found = []
     for source in PAIRS["Several processes"]:
         exec(source, names)
@@ -223,7 +220,7 @@ def test_evaluation_and_checkpoints(tmp_path):
 def last_program(title, **names):
     """Returns the names that the last program of a section makes."""
     section = re.search(rf"^## {title}\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE).group(1)
-    exec(re.findall(pages.CODE, section, re.DOTALL | re.MULTILINE)[-1], names := dict(jax=jax, cgx=cgx) | names)
+    exec(re.findall(pages.CODE, section, re.DOTALL | re.MULTILINE)[-1], names := pages.IMPORTS | names)
     return names
 
 
@@ -231,8 +228,7 @@ def test_feedback():
     """With sync_in_backward, parameters and residuals are those of an optimizer with feedback."""
     optimizer, codec, mesh = optax.adam(3e-3), cgx.MaxMin(2), mesh_of(RANKS)
     x, y = on(mesh)
-    names = dict(jnp=jnp, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec)
-    names |= dict(optimizer=optimizer, loss_fn=loss_fn)
+    names = dict(mesh=mesh, codec=codec, optimizer=optimizer, loss_fn=loss_fn)
     fed = optax.chain(cgx.compress_gradients("data", codec, mesh=mesh), optimizer)
     expected = PARAMS, fed.init(PARAMS)
 
@@ -257,9 +253,8 @@ def test_accumulated_gradients():
     """Four micro-batches are one step of the whole batch, with one exchange."""
     mesh, optimizer = mesh_of(RANKS), optax.sgd(0.1)
     split = [jax.device_put(a.reshape(4, -1, a.shape[-1]), NamedSharding(mesh, P(None, "data"))) for a in (X, Y)]
-    names = dict(jnp=jnp, optax=optax, codec=cgx.Raw(), optimizer=optimizer, loss_fn=loss_fn, mesh=mesh)
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("standard"):
-        names = last_program("Accumulated gradients", **names)
+        names = last_program("Accumulated gradients", mesh=mesh, codec=cgx.Raw(), optimizer=optimizer, loss_fn=loss_fn)
         args = PARAMS, names["optimizer"].init(PARAMS), *split
         params, *_, loss = names["step"](*args)
         found = cgx.explain(names["step"], *args, show=False).collectives
@@ -272,7 +267,7 @@ def test_accumulated_gradients():
 
 
 def test_compare_once():
-    (source,) = re.findall(r"^## Compare once\n.*?^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    source = pages.programs("docs/convert")[-1]
     mesh = mesh_of(RANKS)
     x, y = on(mesh)
     names = dict(cgx=cgx, mesh=mesh, params=PARAMS, x=x, y=y)

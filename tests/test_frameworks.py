@@ -40,7 +40,7 @@ def on(mesh, *arrays, axis="data"):
 
 def programs(source, codec, **names):
     """Returns the names that a program of the page makes."""
-    names = dict(jax=jax, jnp=jnp, cgx=cgx, optax=optax, functools=functools, P=P, codec=codec) | names
+    names = pages.IMPORTS | dict(codec=codec) | names
     exec(compile(source, "docs/frameworks.md", "exec"), names)
     return names
 
