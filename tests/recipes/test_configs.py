@@ -261,9 +261,8 @@ def test_the_networks_of_dgc(path, train):
     assert found.compression.warmup_coeff == (1.0,) * 5 and not found.compression.masking
 
 
-def test_evaluate(train, run, tmp_path, capsys):
-    with pytest.raises(train.Wrong, match="there is no checkpoint"):
-        run("digits/mlp", {}, more=["--evaluate"])
+def test_evaluate(run, tmp_path, refuses):
+    refuses("there is no checkpoint", run, "digits/mlp", {}, more=["--evaluate"])
     results = run("digits/mlp", {}, runs=tmp_path / "b")
     assert run("digits/mlp", {}, runs=tmp_path / "b", more=["--evaluate"])["test_loss"] == results["test_loss"]
 
