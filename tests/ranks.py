@@ -1,12 +1,11 @@
 """Meshes and programs for the tests of the collectives, and each collective next to its counterpart in lax."""
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import as_bits
+from helpers import as_bits, mesh_with
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -19,11 +18,9 @@ NAMES = ("a", "b", "c")
 EXACT = cgx.Cast("bfloat16")  # represents whole numbers up to 256 exactly
 
 
-@functools.lru_cache
 def mesh(*sizes, axis_type=AxisType.Auto):
     """Returns a mesh with axes 'a', 'b', 'c' of these sizes."""
-    n = int(np.prod(sizes))
-    return jax.make_mesh(sizes, NAMES[: len(sizes)], axis_types=(axis_type,) * len(sizes), devices=jax.devices()[:n])
+    return mesh_with(axis_type, **dict(zip(NAMES, sizes)))
 
 
 def on_ranks(f, mesh, check_vma=True, jit=True, **kwargs):

@@ -100,7 +100,7 @@ OTHER_LOSSES = {
 
 def train(source, style, codec=None, kind=AxisType.Auto):
     """Returns the losses of 50 steps with the means of auxiliary outputs after them, and a step's explanation."""
-    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(kind,), devices=jax.devices()[:RANKS])
+    mesh = mesh_of(RANKS, kind)
     optimizer = optax.adam(3e-3)
     names = pages.IMPORTS | dict(mesh=mesh, codec=codec, optimizer=optimizer, token_losses=token_losses)
     names |= dict(loss_fn=OTHER_LOSSES.get(style, loss_fn), embed=predict, predict=predict)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import FULL
+from helpers import FULL, mesh_with
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -57,12 +57,6 @@ INSIDE = ("value_and_grad", "sync_in_backward", "compressed_pmean", "compress_gr
 
 
 # Meshes, trees and their numbers.
-
-
-@functools.lru_cache
-def mesh_of(sizes, kind):
-    n = math.prod(sizes)
-    return jax.make_mesh(sizes, ("a", "b")[: len(sizes)], axis_types=(kind,) * len(sizes), devices=jax.devices()[:n])
 
 
 def trees(leaves, least=0):
@@ -197,7 +191,7 @@ def rare(codec, chain):
 @example(rare({"a": cgx.Raw(), "b": cgx.Raw()}, ["jit"]))
 def test_collectives(case):
     (sizes, kind, axes, codec), op, options = case["place"], case["op"], case["options"]
-    mesh = mesh_of(sizes, kind)
+    mesh = mesh_with(kind, **dict(zip("ab", sizes)))
     ranks = math.prod(mesh.shape[name] for name in (axes if isinstance(axes, tuple) else (axes,)))
     rows = {"all_gather": (2,), "psum_scatter": (ranks,), "all_to_all": (ranks,)}.get(op, ())
     shapes = lambda x: jax.ShapeDtypeStruct((*rows, *x.shape), x.dtype)
@@ -268,7 +262,7 @@ def trainings(draw):
 def prepared(case):
     """Returns (mesh, parameters and batch on the mesh, the same on the host)."""
     sizes, kind, axes, _ = case["place"]
-    mesh = mesh_of(sizes, kind)
+    mesh = mesh_with(kind, **dict(zip("ab", sizes)))
     params = jax.tree.map(np.asarray, numbers(case["params"], seed=case["seed"], scale=0.25))
     examples = np.random.RandomState(case["seed"]).uniform(0.5, 1.5, (4 * math.prod(sizes), 3)).astype(np.float32)
     place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
