@@ -97,18 +97,13 @@ def test_the_loss_of_ranks_that_train_on_their_own(train, tmp_path):
 def test_an_error_of_one_process_ends_all(train, tmp_path):
     """No process waits minutes for the one that has failed, which says why in one line."""
     lines = lambda process: process.communicate(timeout=LIMIT)[1].splitlines()
-    first, second = distributed(
-        20, tmp_path, f"--config={RECIPES}/configs/text/gpt.py", each=[(), (f"--config.data.files={tmp_path}/none",)]
-    )
-    for process in first, second:
+    config = f"--config={RECIPES}/configs/text/gpt.py"
+    for process in distributed(20, tmp_path, config, each=[(), (f"--config.data.files={tmp_path}/none",)]):
         assert lines(process)[-1].startswith("train.py: config.data.files: ") and process.returncode == 1
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} text of which one process has more. " * 1000)
-    config = f"--config={RECIPES}/configs/text/gpt.py"
-    first, second = distributed(
-        20, tmp_path, config, each=[[f"--config.data.files={tmp_path}/{name}.txt"] for name in ("[ab]", "a")]
-    )
-    for process in first, second:
+    files = [[f"--config.data.files={tmp_path}/{name}.txt"] for name in ("[ab]", "a")]
+    for process in distributed(20, tmp_path, config, each=files):
         assert lines(process)[-1].startswith("train.py: config.data: process 0 has other data than process 1: ")
         assert process.returncode == 1
     folder = tmp_path / "digits-mlp-dgc-wm0"

@@ -15,12 +15,12 @@ from helpers import AS_ROOT, load_script, run
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
+CONFIG = f"--config={RECIPES}/configs/digits/mlp.py"
 
 
 def test_a_first_run(train, tmp_path):
     """The run ends with accuracy, bytes, a plot and the next command."""
-    config = f"--config={RECIPES}/configs/digits/mlp.py"
-    arguments = config, "--compression=dgc-wm0", "--config.train.steps=20", f"--runs={tmp_path}"
+    arguments = CONFIG, "--compression=dgc-wm0", "--config.train.steps=20", f"--runs={tmp_path}"
     line = [sys.executable, RECIPES / "train.py", *arguments]
     done = run(*line)
     first, few, accuracy, sent, files, following = done.stdout.splitlines()
@@ -31,7 +31,7 @@ def test_a_first_run(train, tmp_path):
     assert numbers[1] > 50 * numbers[0]
     plot = tmp_path / "digits-mlp-dgc-wm0/plot.png"
     assert plot.read_bytes().startswith(b"\x89PNG") and str(plot) in files
-    left = f"{config} --config.train.steps=20 --runs={tmp_path}"
+    left = f"{CONFIG} --config.train.steps=20 --runs={tmp_path}"
     prompt, python, script, *words = shlex.split(following)
     assert prompt == "next:" and following.endswith(f"train.py {left} --compression=none")
     assert shutil.which(python) and (RECIPES / "train.py").samefile(script)
@@ -40,7 +40,7 @@ def test_a_first_run(train, tmp_path):
 
 def test_benchmark(train, monkeypatch):
     options = "--ways", "none", "cgx4", "--turns=2", "--steps=1", "--devices=2"
-    done = run(sys.executable, RECIPES / "benchmark.py", f"--config={RECIPES}/configs/digits/mlp.py", *options)
+    done = run(sys.executable, RECIPES / "benchmark.py", CONFIG, *options)
     head, none, cgx4, last = (line.split() for line in done.stdout.splitlines())
     assert head[:4] == ["way", "ms", "a", "step"] and none[0] == "none" and cgx4[0] == "cgx4"
     assert float(none[-1]) > 4 * float(cgx4[-1]) > 0
@@ -51,7 +51,7 @@ def test_benchmark(train, monkeypatch):
 
 
 def test_errors_are_one_line(train, tmp_path, monkeypatch):
-    distributed = [f"--config={RECIPES}/configs/digits/mlp.py", "--launch=distributed"]
+    distributed = [CONFIG, "--launch=distributed"]
     monkeypatch.setattr(train.launch.cgx, "keep_pages", lambda: None)
     for variables, starts in (
         ({}, "jax.distributed.initialize() must"),
@@ -64,12 +64,11 @@ def test_errors_are_one_line(train, tmp_path, monkeypatch):
         assert ended.value.code.startswith(f"train.py: --launch=distributed: {starts}"), ended.value.code
         assert "\n" not in ended.value.code
     monkeypatch.setattr(train.launch, "start", lambda *args: train.launch.World(1, 0, 1, None, None))
-    config = f"--config={RECIPES}/configs/digits/mlp.py"
     for arguments, starts in (
-        ([config, "--config.train.stepz=1"], "train.py: config.train.stepz: there is no such key"),
-        ([config, "--suffix=a", "--suffix=b"], "train.py: --suffix: it is given twice"),
-        ([config, "--config.train.steps=1", "--configs.train.steps=2"], "train.py: --configs.train.steps: it is given"),
-        ([config, "--suffix=../x"], "train.py: --suffix: expected the end of a folder's name, got '../x'"),
+        ([CONFIG, "--config.train.stepz=1"], "train.py: config.train.stepz: there is no such key"),
+        ([CONFIG, "--suffix=a", "--suffix=b"], "train.py: --suffix: it is given twice"),
+        ([CONFIG, "--config.train.steps=1", "--configs.train.steps=2"], "train.py: --configs.train.steps: it is given"),
+        ([CONFIG, "--suffix=../x"], "train.py: --suffix: expected the end of a folder's name, got '../x'"),
     ):
         with pytest.raises(SystemExit) as ended:
             train.main(arguments)
@@ -136,10 +135,10 @@ def test_where_ray_starts(train, monkeypatch):
     for address in "", "host:6379":
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(KeyboardInterrupt):
-            script.main(["--workers=3", f"--config={RECIPES}/configs/digits/mlp.py"])
+            script.main(["--workers=3", CONFIG])
     for wrong, says in (("--workers=0", "--workers: expected a positive"), ("--launch=mpi", "--launch: expected none")):
         with pytest.raises(script.Wrong, match=says):
-            script.main(["--workers=3", wrong, f"--config={RECIPES}/configs/digits/mlp.py"])
+            script.main(["--workers=3", wrong, CONFIG])
     here, there = told
     assert (here["address"], here["num_cpus"]) == ("local", 3)
     assert not {"address", "num_cpus"} & there.keys()  # Ray reads the variable, and a cluster has its own CPUs
@@ -163,6 +162,6 @@ def test_ray_without_room_for_all_workers(train, monkeypatch, capsys):
         cluster_resources=lambda: {"CPU": 2},
         available_resources=dict,
     )
-    with_ray(monkeypatch, **fake).main(["--workers=3", f"--config={RECIPES}/configs/digits/mlp.py"])
+    with_ray(monkeypatch, **fake).main(["--workers=3", CONFIG])
     assert "Ray has room for only 2 of 3 workers\n2 workers: processes 7 7\n" in capsys.readouterr().out
     assert [world["JAX_NUM_PROCESSES"] for world in kept] == ["2", "2"]

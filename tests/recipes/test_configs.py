@@ -184,11 +184,9 @@ def test_a_key_that_nothing_reads(section, word, train):
 
 def test_wrong_files(train, tmp_path, refuses):
     """The cases are a section that doesn't exist, and a file without a config."""
+    config = "import configs\n\ndef get_config():\n    config = configs.get_config()\n    {}\n    return config\n"
     path = tmp_path / "extra.py"
-    path.write_text(
-        "import configs\n\ndef get_config():\n    config = configs.get_config()\n    config.extra = 1\n"
-        "    return config\n"
-    )
+    path.write_text(config.format("config.extra = 1"))
     refuses(r"expected the sections compression, .*, got .*extra", train.config.parse, [f"--config={path}"])
     path.write_text("")
     refuses(r"extra\.py has no get_config\(\)", train.config.parse, [f"--config={path}"])
@@ -196,9 +194,7 @@ def test_wrong_files(train, tmp_path, refuses):
         train.config.parse([f"--config={tmp_path}/none.py"])
     (tmp_path / "half.py").write_text("def get_config(:")
     refuses(r"--config: .*half\.py, line 1: invalid syntax", train.config.parse, [f"--config={tmp_path}/half.py"])
-    (tmp_path / "wrong.py").write_text(
-        "import configs\n\ndef get_config():\n    config = configs.get_config()\n    config.trian.steps = 3\n"
-    )
+    (tmp_path / "wrong.py").write_text(config.format("config.trian.steps = 3"))
     with pytest.raises(train.Wrong, match=r"--config: .*wrong\.py, line 5: .*trian") as error:
         train.config.parse([f"--config={tmp_path}/wrong.py"])
     assert "\n" not in str(error.value)
