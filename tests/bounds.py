@@ -14,11 +14,6 @@ def spans(x, codec):
     return np.ptp(whole.reshape(*x.shape[:-1], -1, codec.bucket_size), -1)
 
 
-def largest(x, codec):
-    """Returns each bucket's largest magnitude: [elements] to [buckets]."""
-    return np.abs(np.pad(x, (0, -x.size % codec.bucket_size))).reshape(-1, codec.bucket_size).max(-1)
-
-
 def loss(span, error, codec):
     """Returns the error that quantization adds to numbers of range `span` that already have the error `error`."""
     part = 1 if codec.stochastic else 0.5  # of a unit
