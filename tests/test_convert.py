@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pages
 import pytest
-from helpers import assert_same_trees, normal
+from helpers import assert_close, assert_same_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from training import mesh_of
@@ -243,9 +243,7 @@ def test_feedback():
         for _ in range(5):
             *found, _ = named["step"](*found, x, y)
             expected = step(*expected)
-    same = expected[0], expected[1][0].own.residuals
-    for a, b in zip(jax.tree.leaves(found[:2]), jax.tree.leaves(same), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(found[:2], [expected[0], expected[1][0].own.residuals])
     assert all(np.abs(r).max() > 1e-4 for r in jax.tree.leaves(found[1]))
 
 
@@ -260,8 +258,7 @@ def test_accumulated_gradients():
         found = cgx.explain(names["step"], *args, show=False).collectives
     value, grads = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
     np.testing.assert_allclose(loss, value, rtol=1e-5)
-    for name, g in grads.items():
-        np.testing.assert_allclose(params[name], PARAMS[name] - 0.1 * g, rtol=1e-4, atol=1e-5)
+    assert_close(params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
     gradients = sum(g.nbytes for g in grads.values())
     assert gradients <= sum(c.bytes * c.times for c in found) < 2 * gradients
 

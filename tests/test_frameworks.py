@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pages
 import pytest
-from helpers import normal
+from helpers import assert_close, normal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from training import mesh_of
@@ -296,8 +296,7 @@ def test_before_and_after(name, monkeypatch):
     assert len(pages.new_lines(before, after)) <= 3
     plain, raw = jax.tree.leaves(PROGRAMS[name](before, None)), jax.tree.leaves(PROGRAMS[name](after, cgx.Raw()))
     assert len(plain) == len(raw) > 1
-    for a, b in zip(plain, raw):
-        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+    assert_close(raw, plain)
 
 
 def test_keras_with_noise_and_statistics(monkeypatch):
