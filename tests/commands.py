@@ -90,22 +90,14 @@ def commands_of(line):
     return [words for words in found if words and words[0] not in ("for", "done", "wait")]
 
 
-def program_of(words):
-    """Returns the program of a command, without variables before it."""
-    return next(word for word in words if not re.match(r"[A-Z_]+=", word))
-
-
 def scripts():
     """Returns all scripts, in the order of the pages."""
     return [script for page in [*PAGES, *PROGRAMS_OF_PAGES] for script in of_page(page)]
 
 
-def docstring(path):
-    return f"{ast.get_docstring(ast.parse(path.read_text()))}\n"
-
-
 def of_page(page):
-    text = page.read_text() if page in PAGES else docstring(page)
+    text = page.read_text() if page in PAGES else f"{ast.get_docstring(ast.parse(page.read_text()))}\n"
+    blank = lambda match: "~" * len(match[0])
     found = [(match.start(), match[3].strip()) for match in FENCE.finditer(text) if match[2] == SHELL]
     for match in INDENTED.finditer(text) if page not in PAGES else ():
         block = textwrap.dedent(match[0]).strip()
@@ -118,10 +110,6 @@ def of_page(page):
         if COMMAND.fullmatch(words) and (" " in words or "/" in words):
             found.append((match.start(), words))
     return [Script(page, shell) for _, shell in sorted(found)]
-
-
-def blank(match):
-    return "~" * len(match[0])
 
 
 def why_not_run(words):

@@ -103,14 +103,11 @@ def definitions():
     return found
 
 
-def takes_any_number(node):
-    return isinstance(node, ast.FunctionDef) and node.args.vararg is not None
-
-
 def test_calls_name_their_arguments():
     """Exceptions are the functions of checks.py, which have the same order everywhere, and functions with *args."""
+    takes_any = lambda node: isinstance(node, ast.FunctionDef) and node.args.vararg is not None
     checks = {node.name for node in source.modules()["jaxcgx.checks"].body if isinstance(node, ast.FunctionDef)}
-    exempt = checks | {name for name, nodes in definitions().items() if all(map(takes_any_number, nodes))}
+    exempt = checks | {name for name, nodes in definitions().items() if all(map(takes_any, nodes))}
     known, wrong = definitions().keys() - exempt, []
     for module, tree in source.modules().items():
         for node in ast.walk(tree):
