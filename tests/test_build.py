@@ -17,13 +17,6 @@ NONE = "no CUDA compiler was found that works: put nvcc on the PATH"
 OLD = "12.1 or later is needed"
 
 
-def configure(folder, *options, status=0, **env):
-    done = run(
-        CMAKE, "-S", ROOT, "-B", folder, "-DJAXCGX_MODULE=OFF", *options, status=status, env=dict(PATH=PATH) | env
-    )
-    return " ".join((done.stdout + done.stderr).split())
-
-
 @pytest.mark.skipif(not CMAKE, reason="there is no cmake on the PATH or in .venv/build")
 @pytest.mark.parametrize(
     ("value", "nvcc", "status", "words"),
@@ -41,8 +34,10 @@ def test_without_a_cuda_compiler_that_is_new_enough(tmp_path, value, nvcc, statu
     compiler.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {nvcc}, V{nvcc}.89\n")
     compiler.chmod(0o755)
     found = [f"-DCMAKE_CUDA_COMPILER={compiler}"] if nvcc else []
-    env = {} if nvcc else dict(CUDACXX="/bin/false")
-    assert words in configure(tmp_path / "build", f"-DJAXCGX_CUDA={value}", *found, status=status, **env)
+    options = "-S", ROOT, "-B", tmp_path / "build", "-DJAXCGX_MODULE=OFF", f"-DJAXCGX_CUDA={value}", *found
+    env = dict(PATH=PATH) if nvcc else dict(PATH=PATH, CUDACXX="/bin/false")
+    done = run(CMAKE, *options, status=status, env=env)
+    assert words in " ".join((done.stdout + done.stderr).split())
 
 
 def test_a_release_has_the_address_of_the_repository(tmp_path, monkeypatch):
