@@ -1,4 +1,4 @@
-"""Checks whom errors name, what came and what to write instead. test_errors.py has the wording of seven errors."""
+"""Checks whom errors name, what came and what to write instead. test_errors.py has the wording of a dozen errors."""
 
 import contextlib
 import re

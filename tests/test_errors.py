@@ -30,7 +30,7 @@ class Wrong(cgx.Codec):
         return jnp.zeros((len(x), 0)), x.astype(jnp.int32)
 
 
-# Seven whole wordings. Other tests check whom an error names.
+# Seven whole wordings. Five more are in collectives/test_errors.py. Other tests check whom an error names.
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
