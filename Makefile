@@ -191,8 +191,8 @@ mpi: RANKS = 1 2 3 4
 mpi: ON_TWO = transforms pages
 mpi: ## the Python tests over MPI on 1 to 4 ranks (transformations and programs of the docs on 2)
 mpi-short: RANKS = 2 3
-mpi-short: ON_TWO = transforms steps low_rank explain bounds pages
-mpi-short: ## the same on 2 and 3 ranks, and training and bounds on 2
+mpi-short: ON_TWO = transforms steps pages
+mpi-short: ## the same on 2 and 3 ranks, and training on 2
 mpi mpi-short: $(INSTALLED)
 	@export $(CHEAP_FLAGS) $(REQUIRED_TESTS); for n in $(RANKS); do \
 		echo "== MPI, mpirun -n $$n"; \

@@ -252,7 +252,7 @@ BAD_ARGUMENTS = {
         ((CODEC, gathered(cgx.Plan(CODEC, rules=[("kernel", CODEC)]))), ValueError, "sharding.gather", "none"),
         ((CODEC, dict(params=CUT)), ValueError, "sharding.params ['one']", "", "jaxcgx.shard_specs"),
         ((CODEC, dict(optimizer=CUT)), ValueError, "sharding.optimizer ['one']", "", "jaxcgx.shard_specs"),
-    ],
+    ]
 }
 test_bad_arguments = table(BAD_ARGUMENTS, lambda given: run(make(given[0], **given[1])))
 
