@@ -170,11 +170,11 @@ def set_field(instance: object, name: str, check: Callable[..., Any], *args: Any
     object.__setattr__(instance, name, check(type(instance).__name__, name, getattr(instance, name), *args))
 
 
-def as_array(function: str, argument: str, value: Any, path: KeyPath = ()) -> jax.Array:
+def as_array(function: str, argument: str, value: Any, path: KeyPath = (), *, remedy: str = "") -> jax.Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError):
-        raise wrong(function, argument, "an array", repr(value), path=path, kind=TypeError) from None
+        raise wrong(function, argument, "an array", repr(value), remedy, path=path, kind=TypeError) from None
 
 
 def as_whole(op: str, argument: str, path: KeyPath, leaf: ArrayLike) -> jax.Array:
