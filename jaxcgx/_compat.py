@@ -312,8 +312,9 @@ class InOrder:
     def __init__(
         self, function: Callable[..., Any], order: OrderedEffect, mesh: jax.sharding.Mesh, donate: Sequence[int]
     ) -> None:
-        here = jax.sharding.Mesh(mesh.local_devices, "here")
-        self._order, self._here = order, jax.sharding.NamedSharding(here, jax.sharding.PartitionSpec("here"))
+        self._order, self._devices = order, [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+        here = jax.sharding.Mesh(self._devices, "here")
+        self._here = jax.sharding.NamedSharding(here, jax.sharding.PartitionSpec("here"))
         self._everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
         def placed(place: jax.Array, *args: Any) -> tuple[jax.Array, Any]:
@@ -340,7 +341,7 @@ class InOrder:
         token, place = self._last
         if runtime_tokens.current_tokens.get(self._order) is token is not None:
             return place
-        last = runtime_tokens.get_token_input(self._order, list(self._everywhere.mesh.local_devices))
+        last: Any = runtime_tokens.get_token_input(self._order, self._devices)
         return self._moved(last._buf, self._everywhere)
 
     def _moved(self, place: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:

@@ -96,6 +96,19 @@ def test_gradients_of_a_rank_take_what_value_and_grad_takes(check_vma):
     np.testing.assert_array_equal(db, 3 * x)
 
 
+@CHECKS
+def test_a_ring_as_at_the_end(check_vma):
+    """A ring has no residuals, with which the other schedules are compared below."""
+    plan = planned(CODEC, fusion_mb=0.002, schedule="ring")
+
+    def both(params, x):
+        grads = cgx.grad(lambda p: loss(p, x), "data", None)(floats(params))
+        on_the_way = lambda p, x: loss(cgx.sync_in_backward(p, "data", plan), x)
+        return gradients(on_the_way, params, x), cgx.compressed_pmean(grads, "data", plan)
+
+    assert_same_trees(*on_mesh(both, check_vma)(PARAMS, X))
+
+
 def averaged(params, x):
     return lax.pmean(loss(cgx.sync_in_backward(params, "data", cgx.Raw()), x), "data")
 

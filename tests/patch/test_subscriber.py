@@ -297,6 +297,18 @@ def test_processes_get_the_same_version(tmp_path):
         assert [rank.wait() for rank in ranks.running] == [0, 0]
 
 
+def test_in_the_background(tmp_path):
+    """It waits for the first version, and what it returns can't be changed by accident."""
+    with (
+        cgx.patch.Publisher(tmp_path) as publisher,
+        cgx.patch.Subscriber(tmp_path, TREE, every=0.01, timeout=60) as subscriber,
+    ):
+        for number in range(1, 4):
+            publisher.publish(jax.tree.map(lambda x, number=number: x + np.asarray(number, x.dtype), TREE))
+            found = subscriber.latest(number)
+            assert found["step"] == number and not found["w"].flags.writeable
+
+
 def test_subscribers_see_a_newer_format(tmp_path):
     publisher, subscriber = made(tmp_path, 2)
     file = file_of(publisher, tmp_path, 2)
@@ -327,6 +339,7 @@ def other_model(path, **like):
 WIDE = {"w": jax.ShapeDtypeStruct((2,), np.float64)}
 BAD_INPUT = {
     "Publisher": [
+        (lambda path: cgx.patch.Publisher("s3://bucket/w"), ValueError, "where", "'s3://bucket/w'", "mount"),
         (lambda path: cgx.patch.Publisher("tcp://host:75"), ValueError, "where", "'tcp://host:75'", "pass 'host:port'"),
         (lambda path: cgx.patch.Publisher("localhost"), ValueError, "where", "'localhost'", "pass 'localhost:port'"),
         (lambda path: cgx.patch.Publisher("host:99999"), ValueError, "where", "'host:99999'"),
@@ -339,6 +352,7 @@ BAD_INPUT = {
     ],
     "Publisher.publish": [
         (lambda path: cgx.patch.Publisher(path).publish({"w": "no"}), TypeError, "tree ['w']", "'no'"),
+        (lambda path: cgx.patch.Publisher(path).publish({"w": np.ones(2, ">f4")}), TypeError, "tree ['w']", ">f4[2]"),
         (lambda path: made(path, 1)[0].publish({"w": np.zeros(9)}), ValueError, "tree", "['w'] float64[9]"),
     ],
     "Subscriber": [

@@ -393,14 +393,14 @@ WIDE = {"up": normal((30, 40), 1, scale=0.3), "down": normal((40, 30), 2, scale=
 DATA = normal((16, 30), 4)
 
 
-def compressed(local):
+def compressed(local, centers=2):
     """Returns a step with four bits between centers and eight bits inside them, with feedback."""
     inside = cgx.MaxMin(8, 64, "stochastic") if local > 1 else cgx.Raw()
     given = diloco(optax.sgd(0.7), cgx.Plan(cgx.MaxMin(4, 64), min_size=100), every=4, fragments=2, inside=inside)
-    return trainer(given, mesh_of(local=local), wide, optax.sgd(0.5, momentum=0.9), donate=False)
+    return trainer(given, mesh_of(centers, local), wide, optax.sgd(0.5, momentum=0.9), donate=False)
 
 
-def test_centers_of_several_ranks():
+def test_centers_of_several_ranks(tmp_path):
     train = compressed(local=2)
     found, state = run(train, 6, train.init(WIDE), lambda t: DATA)
     own, params = state.exchange.params.rows, state.params
@@ -410,6 +410,10 @@ def test_centers_of_several_ranks():
     fed = parts(state)[0][0].residuals
     assert fed["down"].sharding.spec == P("dc") and fed["b"] is None and np.abs(fed["down"]).max() > 0
     assert train.step._train._cache_size() == 1
+    save(tmp_path / "two", state)  # residuals of the exchange inside centers go on in four of them
+    four = compressed(local=2, centers=4)
+    restored, metrics = four.step(cgx.restore_state(tmp_path / "two", four.init(WIDE)), DATA)
+    assert int(restored.exchange.steps) == 7 and np.isfinite(metrics.loss).all()
 
 
 def test_nothing_is_sent_between_exchanges():
@@ -634,6 +638,14 @@ CUT = cgx.Sharding("dc", params={"w": P("dc"), "b": P(), "s": P()})
 TWO, PLAIN = trainer(diloco(every=4, fragments=2)), trainer(cgx.Raw())
 FREEZES = diloco(plan=cgx.Plan(cgx.Raw(), rules=[("b", cgx.Skip())]))
 ACT = {**PARAMS, "act": jnp.tanh}
+
+
+def test_axes_may_be_a_list():
+    """If each rank were a center, a codec inside would be an error."""
+    sharding = cgx.Sharding(["dc", "local"])
+    step_of(mesh_or_comm=mesh_of(2, 2), sharding=sharding, exchange=diloco(inside=cgx.MaxMin(4)))()
+
+
 ERRORS = {
     "Diloco": [
         (lambda: trainer(diloco(), mesh_of(1, 2)), ValueError, "axis", "one", "Diloco"),

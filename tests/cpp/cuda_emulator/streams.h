@@ -346,5 +346,5 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 // A host function may call these, because they don't use the GPU.
-inline const char* cudaGetErrorName(cudaError_t) { return "an error"; }
-inline const char* cudaGetErrorString(cudaError_t) { return "an error"; }
+inline const char* cudaGetErrorName(cudaError_t) { return "a name"; }
+inline const char* cudaGetErrorString(cudaError_t) { return "a text"; }
