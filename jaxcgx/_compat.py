@@ -14,6 +14,7 @@ from jax._src.core import NamedAxisEffect as NamedAxisEffect
 from jax._src.core import (
     Token,  # not public
     abstract_token,  # public since 0.11
+    internal_mutable_array_effect,  # not public
     trace_state_clean,  # not public
 )
 from jax._src.core import eval_jaxpr as eval_jaxpr  # type checkers don't find the public one
@@ -277,7 +278,7 @@ def lower_ordered(target: str, effect: OrderedEffect, **options: Any) -> Callabl
 
 
 # JAX calls programs with an ordered effect in Python, after the one before has ended. It calls others in C++, without
-# waiting. With 200 arrays, Python takes 2 ms more. So the program of a training step has no effect. Its place in the
+# waiting. Python takes 2 ms more for 200 arrays. So the program of a training step has no effect. Its place in the
 # order is an argument and a result: an array without elements, like JAX's own tokens.
 
 in_order_p: Any = Primitive("jaxcgx_in_order")
@@ -300,9 +301,13 @@ def _lower_in_order(
     return [place, *results]
 
 
-in_order_p.def_effectful_abstract_eval(
-    lambda place, *_, program, order: ([place, *program.out_avals], program.effects - effects_in_order(order))
-)
+def _abstract_in_order(place: Any, *_: Any, program: Any, order: OrderedEffect) -> tuple[list[Any], Any]:
+    # References that the program makes end with it.
+    return [place, *program.out_avals], program.effects - effects_in_order(order) - {internal_mutable_array_effect}
+
+
+in_order_p.def_impl(lambda place, *operands, program, order: [place, *jaxpr_as_fun(program)(*operands)])
+in_order_p.def_effectful_abstract_eval(_abstract_in_order)
 mlir.register_lowering(in_order_p, _lower_in_order)
 
 
@@ -322,12 +327,19 @@ class InOrder:
             place, *results = in_order_p.bind(place, *jax.tree.leaves(args), program=program, order=order)
             return place, jax.tree.structure(shapes).unflatten(results)
 
+        # Profilers have the function's name, and errors those of its arguments.
+        signature, name = inspect.signature(function), inspect.Parameter("place", inspect.Parameter.POSITIONAL_ONLY)
+        placed = functools.wraps(function)(placed)
+        vars(placed)["__signature__"] = signature.replace(parameters=[name, *signature.parameters.values()])
         donated = [1 + number for number in donate]
         self._jitted: Any = jax.jit(placed, donate_argnums=donated, out_shardings=(self._everywhere, None))
         self._last: tuple[Token | None, Any] = None, None  # the place after the last call, as JAX and `_jitted` have it
 
     def __call__(self, *args: Any) -> Any:
-        place, result = self._jitted(self._place(), *args)
+        place = self._place()
+        if self._devices[0].platform == "cpu":  # exchanges of several programs could keep all of XLA's threads waiting
+            place.block_until_ready()
+        place, result = self._jitted(place, *args)
         token = Token(self._moved(place, self._here))
         runtime_tokens.set_token_result(self._order, token)
         self._last = token, place
@@ -335,6 +347,9 @@ class InOrder:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         return self._jitted.lower(self._place(), *args)
+
+    def clear_cache(self) -> None:
+        self._jitted.clear_cache()
 
     def _place(self) -> jax.Array:
         """Returns the place after the program with this effect that was called last: an array without elements."""

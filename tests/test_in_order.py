@@ -94,3 +94,21 @@ def test_other_effects_stay(capfd):
     in_order(in_order(function.x))
     jax.effects_barrier()
     assert capfd.readouterr().out.split() == ["1.0", "2.0"]
+
+
+def test_names_references_and_calls_without_jit():
+    mesh = mesh_with(data=2)
+
+    def double(numbers):
+        total = jax.new_ref(jnp.zeros(3))
+        total[...] += numbers
+        return turn_p.bind(total[...] * 2)
+
+    in_order = _compat.InOrder(double, ORDER, mesh, [])
+    np.testing.assert_array_equal(in_order(np.ones(3, np.float32)), [2, 2, 2])
+    text = in_order.lower(np.ones(3, np.float32)).as_text(debug_info=True)
+    assert "@jit_double" in text and "numbers" in text
+
+    add = _compat.InOrder(lambda x: x + 1, ORDER, mesh, [])
+    with jax.disable_jit():
+        np.testing.assert_array_equal(add(np.ones(3, np.float32)), [2, 2, 2])

@@ -1,7 +1,7 @@
 """Names of messages and exchanges, for profilers, and for `explain`, which finds them in the compiled program.
 
 A name ends in a tag, a hash of its meaning, because a thousand leaves don't fit into a name. This module keeps the
-meanings of tags until the process ends. JAX keeps its traces as long, and to explain a jitted function, it doesn't
+meanings of tags until the process ends. JAX keeps its traces as long, and to explain what jax.jit made, it doesn't
 trace the function again.
 """
 

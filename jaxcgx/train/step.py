@@ -53,7 +53,8 @@ class Step:
     """The function `step` of a `TrainStep`: a jitted function, with checks that jit can't do.
 
     It checks batches. If JAX refuses a sharding constraint in the loss when it compiles, the error says what to write.
-    All other attributes are attributes of the jitted function.
+    All other attributes are attributes of the jitted function, such as `lower`. Over `Tcp`, calls run a program of
+    their own, with the same operations.
     """
 
     def __init__(self, function: Callable[..., Any], division: Division, donate: bool) -> None:
@@ -72,12 +73,16 @@ class Step:
         return without_constraints(OP, self._division.names)
 
     def programs(self, state: TrainState, batch: Batch, key: Key | None = None) -> list[Compiled]:
-        """Returns the compiled programs that calls with such a state, batch and key run. JAX keeps them.
+        """Returns the compiled programs that calls with such a state, batch and key run, to be read. JAX keeps them.
 
         There is one, except with Rounds: the step of a center, followed by a program for each exchange.
         """
         with without_constraints(OP, self._division.names):
             return [self._called.lower(state, batch, key).compile()]
+
+    def clear_cache(self) -> None:
+        self._jitted.clear_cache()
+        self._called.clear_cache()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_jitted"), name)  # a new copy has no `_jitted` yet

@@ -12,6 +12,7 @@
 - interrupt: the last process gets Ctrl-C while it waits for another one, which is 8 s late. It prints after how many
   seconds its sum has ended.
 - cross: the last process kills itself while a mean of the others crosses programs.
+- unwaited: one process with four devices trains without waiting for steps. It prints when it is done.
 - connections: two processes with several paced connections. They print the sent bytes of a lossless sum, the digests of
   "several pieces" over these connections and over the plain axis, and the error of means that are never ended.
 """
@@ -585,6 +586,14 @@ def train(axis, exchange, late=False, read=digests, **options):
     return read(jax.tree.map(lambda x: x._replace(contributions=None) if is_late(x) else x, state, is_leaf=is_late))
 
 
+def unwaited():
+    train, batch = of_matrices(BETWEEN, IN_MEMORY), batch_of_ranks(BETWEEN)
+    state = train.init(MATRICES)
+    for _ in range(200):
+        state, _ = train.step(state, batch)
+    return jax.block_until_ready(state) is not None
+
+
 def changing(**options):
     """Trains with an overlay that changes while gradients are in flight."""
     topology, batch = Topology(the_mesh("data"), TCP), batch_of_ranks(TCP)
@@ -705,7 +714,7 @@ def sum_until(action, last):
 def main():
     action, port, rank, processes = sys.argv[1], *map(int, sys.argv[2:])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end together with the parent
-    devices = {"digests": 2, "uneven": 1 + 2 * rank}.get(action, 1)
+    devices = {"digests": 2, "uneven": 1 + 2 * rank, "unwaited": 4}.get(action, 1)
     jax.config.update("jax_num_cpu_devices", devices)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     if action == "digests":
@@ -725,6 +734,8 @@ def main():
         result = end_without(rank == processes - 1)
     elif action == "connections":
         result = over_connections()
+    elif action == "unwaited":
+        result = unwaited()
     else:
         result = sum_until(action, rank == processes - 1)
     print("RESULT", json.dumps(result), flush=True)

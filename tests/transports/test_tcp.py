@@ -78,6 +78,11 @@ def test_processes_with_different_numbers_of_devices(expected):
         np.testing.assert_allclose(exact[name], params[name][0], rtol=1e-5)
 
 
+def test_a_step_waits_for_the_step_before():
+    """Otherwise, exchanges of several steps would keep all of XLA's threads waiting."""
+    assert results("unwaited", 1) == [True]
+
+
 def test_low_rank(others):
     for plain, over_tcp in (each["low_rank"] for each in others):
         assert plain == over_tcp
