@@ -15,7 +15,7 @@ from jaxcgx.train.batch import Words, axes_over, dimensions, split_batch
 from jaxcgx.train.division import addable
 from jaxcgx.train.gradient import Given, Loss
 from jaxcgx.train.outputs import Outputs, beside_a_state
-from jaxcgx.transports.axes import is_communicator
+from jaxcgx.transports.axes import axis_names, is_communicator
 from jaxcgx.transports.base import split_rows
 from jaxcgx.typing import AxisName, Batch, Key, Params, PyTree, Specs
 
@@ -154,8 +154,9 @@ def check_loss(
         expected, got = "a loss of the examples that it gets", "one that is the same for other examples"
         raise wrong(OP, "loss_fn", expected, got, f"{CLOSURE}, and take real data, whose examples differ")
     if parts and not ordered and max(map(_apart, wholes, parts)) <= limit:
+        rows = P() if is_communicator(mesh_or_comm) else P(axis_names(axis))
         for each, of_ranks in zip(wholes, parts):
-            _check_outputs(Outputs(OP, beside_a_state(aux_specs), P(axis)), each, of_ranks, limit)
+            _check_outputs(Outputs(OP, beside_a_state(aux_specs), rows), each, of_ranks, limit)
         return
     for i in (i for i, d in enumerate(split.dims) if d is not None and len(split.dims) > 1):
         try:

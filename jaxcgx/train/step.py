@@ -59,7 +59,8 @@ class Step:
 
     def __init__(self, function: Callable[..., Any], division: Division, donate: bool) -> None:
         given = (0,) if donate else ()
-        self._jitted, self._division = jax.jit(function, donate_argnums=given), division
+        self._jitted: Any = jax.jit(function, donate_argnums=given)
+        self._division = division
         # The same, but not for callers that JAX traces.
         self._called: Any = InOrder(function, ORDER, division.mesh, given) if division.crosses else self._jitted
 

@@ -12,6 +12,7 @@ from helpers import normal
 from jax.sharding import PartitionSpec as P
 from training import mesh_of
 
+import jaxcgx as cgx
 from jaxcgx.train.check_loss import check_loss
 
 RANDOM = np.random.default_rng(0)
@@ -137,7 +138,7 @@ GOOD = {
     ),
     "aux, declared": (
         with_aux(lambda b: ((b["mask"] == 1).sum(), b["x"].T, jax.random.key_data(jax.random.key(b["y"][0])))),
-        OPTIONS | dict(aux_specs=("sum", P(None, "data"), "key")),
+        OPTIONS | dict(aux_specs=("sum", P(None, "data"), "key"), axis=cgx.Tcp("data")),
     ),
     "state": (
         with_state(lambda s, b: {"mean": 0.9 * s["mean"] + 0.1 * b["x"].mean(0), "steps": s["steps"] + 1}),
