@@ -52,11 +52,14 @@ class Sum(NamedTuple):
 
 def flat(codec, leaves, held, how):
     """Sums a message, a list of leaves [ranks, n], over one axis. Where a loss is not finite, it is `held`."""
-    ranks, sizes, divisor = len(leaves[0]), [x.shape[1] for x in leaves], np.float32(how.divisor)
+    ranks, divisor = len(leaves[0]), np.float32(how.divisor)
     chunks, unit, found = 1 if how.schedule == "one_shot" or codec.raw else ranks, codec.bucket_size or UNIT, []
-    for x, r, before in zip(leaves, held, np.cumsum([0, *sizes])):
+    scales = 4 * codec.meta if codec.bucket_size else 0
+    length = lambda n: scales + codec.weight(n, np.dtype(np.float32)) if n else 0  # bytes of a bucket
+    ends = np.cumsum([0, *(x.shape[1] // unit * length(unit) + length(x.shape[1] % unit) for x in leaves)])
+    for x, r, before in zip(leaves, held, ends):
         n, y = x.shape[1], np.zeros_like(x)
-        starts = [-(-(-(-c * sum(sizes) // chunks) - before) // unit) * unit for c in range(chunks)]
+        starts = [-(-(-(-c * ends[-1] // chunks) - before) // length(unit)) * unit for c in range(chunks)]
         bounds = np.clip([*starts, n], 0, n)
         pieces = [slice(*each) for each in itertools.pairwise(bounds)]
         for piece in pieces:

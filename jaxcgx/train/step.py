@@ -82,6 +82,7 @@ class Step:
             return [self._called.lower(state, batch, key).compile()]
 
     def clear_cache(self) -> None:
+        """Forgets all compiled programs of the step, as `clear_cache` of a jitted function does."""
         self._jitted.clear_cache()
         self._called.clear_cache()
 
