@@ -163,7 +163,8 @@ class Loop(RuleBasedStateMachine):
             wanted = self.model.step(grads)
             self.count += 1
             params, self.state = self.step(self.params, self.state, grads)
-            near = dict(rtol=1e-5, atol=1e-5)
+            # Steps of buckets are rounded up to 16 bits, so the last bit of a sum may move a bucket by 2**-15.
+            near = dict(rtol=1e-4, atol=1e-4)
             for k, mean in self.state[1].items():
                 np.testing.assert_allclose(mean, wanted[k], **near, err_msg=f"mean of {k}")
                 shards = [as_bits(shard.data) for shard in params[k].addressable_shards]
