@@ -177,9 +177,11 @@ class Kept:
     """The arrays of a `Carry` while its leaves travel: for each of `kinds` that the carry has, a list."""
 
     def __init__(self, carry: Carry, routes: Routes, kinds: Sequence[str] = STATE) -> None:
-        trees = {kind: tree for kind in kinds if (tree := getattr(carry, kind)) is not None}
         self.routes: Routes = routes
-        self.arrays: dict[str, list[PyTree]] = {kind: routes.each(tree) for kind, tree in trees.items()}
+        self.arrays: dict[str, list[PyTree]] = {}
+        for kind in kinds:
+            if (tree := getattr(carry, kind)) is not None:
+                self.arrays[kind] = routes.each(tree)
 
     def of(self, kind: str, ids: tuple[int, ...]) -> list[jax.Array]:
         """Returns the arrays of some leaves. A leaf for which the caller gave None starts from zeros."""
@@ -195,9 +197,11 @@ class Kept:
 
         A message of raw leaves has no state if the caller gave None for all of its leaves.
         """
-        codec, ids = envelope.stages[0].codec, envelope.ids
-        given = lambda kind: not codec.raw or any(self.arrays[kind][i] is not None for i in ids)
-        return {kind: self.of(kind, ids) for kind in self.arrays if kind in codec.state and given(kind)}
+        codec, ids, found = envelope.stages[0].codec, envelope.ids, dict[str, list[jax.Array]]()
+        for kind, arrays in self.arrays.items():
+            if kind in codec.state and (not codec.raw or any(arrays[i] is not None for i in ids)):
+                found[kind] = self.of(kind, ids)
+        return found
 
     def carried(self, i: int, leaf: jax.Array) -> jax.Array:
         """Returns leaf i, which travels raw, plus its residual. The new residual is the loss of rounding the sum."""

@@ -92,11 +92,13 @@ def each_axis(axis_name: AxisName) -> tuple[Any, ...]:
 
 def axis_names(axis_name: AxisName) -> tuple[Any, ...]:
     """Returns the names of an axis or a tuple of axes, without the marks."""
-    return tuple([axis.name if isinstance(axis, Mark) else axis for axis in each_axis(axis_name)])
+    axes = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
+    return tuple([axis.name if isinstance(axis, Mark) else axis for axis in axes])
 
 
 def marked(axis_name: AxisName) -> list[Mark]:
-    return [axis for axis in each_axis(axis_name) if isinstance(axis, Mark)]
+    axes = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
+    return [axis for axis in axes if isinstance(axis, Mark)]
 
 
 def crosses(axis_name: AxisName) -> bool:
