@@ -65,7 +65,7 @@ def transport_over_axes(op: str, axis_name: AxisName) -> Transport:
                 "jaxcgx.make_train_step(loss_fn, optimizer, mesh, plan)"
             )
     marks = marked(axis_name)
-    kinds = list(dict.fromkeys(type(mark) for mark in marks))
+    kinds = list(dict.fromkeys(map(type, marks)))
     if len(kinds) > 1:
         raise wrong(op, "axis_name", "axes with one kind of mark", " and ".join(kind.__name__ for kind in kinds))
     return MAKERS[kinds[0]](op, names, marks) if kinds else Axes(names)

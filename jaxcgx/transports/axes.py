@@ -92,13 +92,11 @@ def each_axis(axis_name: AxisName) -> tuple[Any, ...]:
 
 def axis_names(axis_name: AxisName) -> tuple[Any, ...]:
     """Returns the names of an axis or a tuple of axes, without the marks."""
-    axes = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
-    return tuple([axis.name if isinstance(axis, Mark) else axis for axis in axes])
+    return tuple([axis.name if isinstance(axis, Mark) else axis for axis in each_axis(axis_name)])
 
 
 def marked(axis_name: AxisName) -> list[Mark]:
-    axes = axis_name if isinstance(axis_name, tuple | list) else [axis_name]
-    return [axis for axis in axes if isinstance(axis, Mark)]
+    return [axis for axis in each_axis(axis_name) if isinstance(axis, Mark)]
 
 
 def crosses(axis_name: AxisName) -> bool:
