@@ -517,8 +517,10 @@ class Running : public std::enable_shared_from_this<Running> {
       send_up(part, piece);
       return;
     }
-    for (int64_t i = 1; i < a_.ranks && !a_.two_shot; ++i)
-      send((rank_ + i) % a_.ranks, slot(false, part, piece), row(part, piece, rank_), sent_bytes(part, piece));
+    if (!a_.two_shot) {
+      for (int64_t i = 1; i < a_.ranks; ++i)
+        send((rank_ + i) % a_.ranks, slot(false, part, piece), row(part, piece, rank_), sent_bytes(part, piece));
+    }
     if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // an empty piece is not sent
     one_less(part, piece);
   }
