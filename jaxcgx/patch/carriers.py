@@ -167,6 +167,8 @@ class Remote:
                     raise
                 continue  # the publisher closes idle connections, and may be another one now
             self._idle.append(sock)
+            if self._closed:  # perhaps since `close` has looked for idle connections
+                self._close_idle()
             if size < 0:
                 raise FileNotFoundError(f"there is no {name}")
             return body
@@ -175,8 +177,12 @@ class Remote:
         """Ends all connections, also those that threads use."""
         self._closed = True
         _end(self._sockets)
-        while self._idle:
-            self._idle.pop().close()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
 
 def _end(sockets: set[socket.socket]) -> None:

@@ -1,5 +1,6 @@
 """Tests publishers at addresses: secrets, restarts, deaths, pace, parallel connections, and strangers."""
 
+import collections
 import contextlib
 import socket
 import time
@@ -100,6 +101,21 @@ def test_pace(address):
         assert 0.3 < time.monotonic() - start < LIMIT  # 80,000 bytes with 200,000 bytes per second
         for each in both:
             each.close()
+
+
+def test_an_answer_while_a_subscriber_closes(address):
+    """Its connection is closed, too."""
+
+    class Late(collections.deque):
+        def append(self, sock):
+            remote.close()
+            super().append(sock)
+
+    remote = carriers.Remote(carriers.as_place("test", address, "s"), "s")
+    remote._idle = Late()
+    with cgx.patch.Publisher(address, secret="s"):
+        assert remote.names() == {}
+    assert [sock.fileno() for sock in remote._sockets] == [-1]
 
 
 def test_a_wrong_secret(address):
