@@ -57,9 +57,9 @@ def make_train_step(
         of the process, and `init` takes the parameters of the first rank.
       exchange: how gradients are exchanged. A codec, {axis: codec} or a Plan, or a schedule of these, {first step:
         plan}, keeps the errors of compression and sends them later: a `Feedback`. Others are `Momentum`, `DGC`, `BSC`,
-        `MPQ`, `wan.Differential`, `wan.MixedSync` and `wan.Demo`. Rounds (`wan.Diloco`, `wan.HFA`) exchange parameters
-        in place of gradients. `wan.from_env` chooses among these. Parameters that the plan skips (`Skip`) are frozen.
-        They are not differentiated, the optimizer doesn't see them, and they keep their bits.
+        `MPQ`, `Dion`, `wan.Differential`, `wan.MixedSync` and `wan.Demo`. Rounds (`wan.Diloco`, `wan.HFA`) exchange
+        parameters in place of gradients. `wan.from_env` chooses among these. Parameters that the plan skips (`Skip`)
+        are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
       sharding: how batches, parameters and the optimizer's state are divided over the mesh: a `Sharding`. Scalars of a
         batch, including single random keys, are the same on every rank and for every micro-batch.
       accumulate: the number of micro-batches into which a rank's part of the batch is split. Their gradients are
