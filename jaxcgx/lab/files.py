@@ -77,7 +77,7 @@ def read_schedule(path: Path, hosts: int) -> list[Change]:
         place = f"{path}, change {number}"
         table = _check_keys(place, table, ("at", "hosts", "rate", "up", "down", "cut"))
         named = table.get("hosts", list(range(hosts)))
-        if not isinstance(named, list) or not all(is_integer(host) and 0 <= host < hosts for host in named):
+        if not (named and isinstance(named, list)) or not all(is_integer(host) and 0 <= host < hosts for host in named):
             raise unexpected(f"{place}, key 'hosts'", f"a list of numbers from 0 to {hosts - 1}", repr(named))
         cut = table.get("cut")
         if cut is not None and not isinstance(cut, bool):

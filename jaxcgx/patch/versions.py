@@ -86,8 +86,8 @@ class Index(NamedTuple):
         data = read(0, start)
         if CHECK.pack(zlib.crc32(data[CHECK.size :])) != data[: CHECK.size]:
             raise ValueError("its index is corrupted")
-        if version > FORMAT:
-            expected = f"version {file.version} in a format up to {FORMAT}"
+        if version != FORMAT:
+            expected = f"version {file.version} in format {FORMAT}"
             remedy = "install the publisher's version of jaxcgx"
             raise unexpected("Subscriber.latest", expected, f"format {version}", remedy, kind=Refused)
         try:

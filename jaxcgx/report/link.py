@@ -48,7 +48,7 @@ class Measured:
 
 def known() -> dict[str, Measured]:
     """Returns {other host: measurement} of all links of this host that were measured."""
-    return {peer: Measured(**found) for peer, found in machine.load("links").get(platform.node(), {}).items()}
+    return machine.known("links", platform.node(), Measured)
 
 
 def slowest() -> Measured | None:

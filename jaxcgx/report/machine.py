@@ -5,6 +5,7 @@ One file has the speed of the kernels for each codec, which is measured here. li
 
 import dataclasses
 import fcntl
+import inspect
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import pathlib
 import platform
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import layout_of
 
 SIZE = 2**22  # elements; they have 16 MiB, more than most caches
+T = TypeVar("T")
 QUIET = 0.1  # the share of the processors that other programs may take on a quiet machine
 RUNS, AGREE = 5, 0.1  # runs are repeated until two differ by at most a tenth
 _MESSAGES, _ITERATIONS, _TURNS = 4, 4, 5
@@ -41,6 +43,12 @@ def load(name: str) -> dict[str, dict[str, dict[str, Any]]]:
         return {}
 
 
+def known(name: str, place: str, kind: Callable[..., T]) -> dict[str, T]:
+    """Returns {key: measurement} of a place in a file, without those of versions with other fields."""
+    fields = inspect.signature(kind).parameters.keys()
+    return {key: kind(**found) for key, found in load(name).get(place, {}).items() if found.keys() == fields}
+
+
 def save(name: str, place: str, key: str, found: dict[str, Any]) -> None:
     """Adds a measurement to a file, or replaces the one with this key."""
     file = path(name)
@@ -48,10 +56,10 @@ def save(name: str, place: str, key: str, found: dict[str, Any]) -> None:
     lock = os.open(file.parent, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process or thread may be saving to the file
-        known = load(name)
-        known.setdefault(place, {})[key] = found
+        every = load(name)
+        every.setdefault(place, {})[key] = found
         fresh = file.with_suffix(".new")  # another process may be reading the file
-        fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        fresh.write_text(json.dumps(every, indent=1) + "\n", encoding="utf-8")
         fresh.replace(file)
     finally:
         os.close(lock)
@@ -81,18 +89,16 @@ def kernels(codec: Codec, again: bool = False) -> Kernels:
     """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them."""
     # With `again`, they are measured anyway. What was measured on a quiet machine is kept if the machine is busy now.
     place, name = _place(), spell(codec)
-    entry = load("kernels").get(place, {}).get(name, {})
-    fits = entry.keys() == {field.name for field in dataclasses.fields(Kernels)}  # and isn't of another version
-    known = Kernels(**entry) if fits else None
-    if known and not again:
-        return known
+    old = known("kernels", place, Kernels).get(name)
+    if old and not again:
+        return old
     programs = _programs(codec)
     runs = [_measure(programs), _measure(programs)]
     while len(runs) < RUNS and _agreeing(runs).spread > AGREE:
         runs.append(_measure(programs))
     found = _agreeing(runs)
-    if known and known.busy < QUIET <= found.busy:
-        return known
+    if old and old.busy < QUIET <= found.busy:
+        return old
     save("kernels", place, name, dataclasses.asdict(found))
     return found
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import KeyPath
+from jax.tree_util import KeyPath, keystr
 
 from jaxcgx.checks import check_type, spell_array, wrong
 from jaxcgx.transports.axes import as_axis_names
@@ -126,9 +126,8 @@ def split_batch(
         if said[i] is None and examples(x, spec) != count:
             is_key = any(spell_array(leaf) == "uint32[2]" for leaf in (leaves[first][1], x))
             remedy = words.remedy() + "; for a random key, jax.random.key, which is a scalar" * is_key
-            raise wrong(
-                *words.batch, "arrays with the same number of examples", _leaves(leaves[first], (path, x)), remedy
-            )
+            two = " and ".join(f"{keystr(of)} of {spell_array(each)}" for of, each in (leaves[first], (path, x)))
+            raise wrong(*words.batch, "arrays with the same number of examples", f"leaves {two}", remedy)
         # Without this error, a rank's examples could be broadcast against the examples of all ranks, or could index
         # examples of other ranks.
         if given[i] is None and said[i] == P() and np.shape(x)[:1] == (count,) and math.prod(sizes.values()) > 1:
@@ -144,10 +143,6 @@ def split_batch(
                 remedy = f"{FILL}; for an array that is not split, {words.remedy()}"
                 raise wrong(*words.batch, f"arrays that {parts} ranks share evenly", spell_array(x), remedy, path=path)
     return specs
-
-
-def _leaves(*found: tuple[Any, Any]) -> str:
-    return "leaves " + " and ".join(f"{jax.tree_util.keystr(path)} of {spell_array(x)}" for path, x in found)
 
 
 def dimensions(specs: Specs) -> list[int | None]:

@@ -185,6 +185,9 @@ def _divide(batch: Batch, mesh_or_comm: Any, axis: AxisName, batch_specs: Specs)
     found, tree = jax.tree.flatten_with_path(batch)
     specs = split_batch(WORDS, found, WORDS.of_leaves(batch, batch_specs), [None] * len(found), sizes=sizes)
     paths, leaves, dims = [path for path, _ in found], [x for _, x in found], dimensions(specs)
+    if len(counts := {x.shape[d] for x, d in zip(leaves, dims) if d is not None}) > 1:
+        expected = "arrays with the same number of examples, as check_loss changes their order"
+        raise wrong(OP, "batch", expected, f"{', '.join(map(str, sorted(counts)))} examples", WHOLE)
     if over_mpi:
         comm = getattr(mesh_or_comm, "comm", mesh_or_comm)  # a hierarchy has a communicator
         every = comm.allgather([x.shape for x in leaves])

@@ -265,7 +265,7 @@ def test_indices_that_float32_does_not_have():
 
 
 def test_the_largest_piece_has_sizes():
-    # tests/cpp/test_wire.cc has the same sizes.
+    # tests/cpp/test_layout.cc has the same sizes.
     assert [packing.index_bytes(MOST, k) for k in (0, 2147484, 21474837, MOST)] == [0, 3208644, 22984790, 0]
     assert TopK(0.001).code_bytes(MOST, jnp.dtype("float32")) == -(-3208644 // 16) * 16 + 4 * 2147484
     assert TopK(1.0).code_bytes(MOST, jnp.dtype("float32")) == 4 * MOST + 4

@@ -70,6 +70,7 @@ WRONG_SCHEDULES = {
     '[[change]]\nat = "1s"\n': "change 1: expected one of rate, up, down, cut, got at",
     '[[change]]\nat = "1s"\ncut = 1\n': "change 1, key 'cut': expected true or false, got 1",
     '[[change]]\nat = "1s"\ncut = true\nhosts = [2]\n': "'hosts': expected a list of numbers from 0 to 1, got [2]",
+    '[[change]]\nat = "1s"\ncut = true\nhosts = []\n': "'hosts': expected a list of numbers from 0 to 1, got []",
     '[[change]]\nat = "1s"\ndelay = "1s"\n': "expected keys out of at, hosts, rate, up, down, cut, got 'delay'",
 }
 READERS = [

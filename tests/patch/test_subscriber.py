@@ -309,13 +309,14 @@ def test_in_the_background(tmp_path):
             assert found["step"] == number and not found["w"].flags.writeable
 
 
-def test_subscribers_see_a_newer_format(tmp_path):
+@pytest.mark.parametrize("number", [0, 2])
+def test_subscribers_see_another_format(tmp_path, number):
     publisher, subscriber = made(tmp_path, 2)
     file = file_of(publisher, tmp_path, 2)
     magic, _, size = HEAD.unpack_from(data := file.read_bytes(), CHECK.size)
-    index = HEAD.pack(magic, 2, size) + data[CHECK.size + HEAD.size :][:size]
+    index = HEAD.pack(magic, number, size) + data[CHECK.size + HEAD.size :][:size]
     file.write_bytes(CHECK.pack(zlib.crc32(index)) + index)
-    words = says("Subscriber.latest", expected="version 2 in a format up to 1", got="format 2", remedy="install")
+    words = says("Subscriber.latest", expected="version 2 in format 1", got=f"format {number}", remedy="install")
     for _ in range(2):
         with raises(ValueError, words):
             subscriber.latest()

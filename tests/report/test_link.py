@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import platform
 import socket
 import statistics
 import sys
@@ -12,7 +13,7 @@ from errors import names
 
 from jaxcgx import __main__
 from jaxcgx.lab import why_not
-from jaxcgx.report import link
+from jaxcgx.report import link, machine
 
 # Host 1 measures the link to host 0. Both have a file of their own.
 PROGRAM = """
@@ -62,6 +63,7 @@ def test_both_hosts_find_and_keep_the_same(waiting, monkeypatch):
     assert peer == "127.0.0.1" and seen == link.Measured(up=found.down, down=found.up, delay=found.delay)
     assert min(found.up, found.down) > 0
     assert found.delay == statistics.median(trips) / 2 and min(trips) >= 0.01
+    machine.save("links", platform.node(), "of another version", {"rate": 1})
     assert link.known() == {"localhost": found, peer: seen}
     assert link.slowest() == link.Measured(min(found.up, found.down), min(found.up, found.down), found.delay)
 

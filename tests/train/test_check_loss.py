@@ -96,6 +96,11 @@ CASES = {  # (loss, options, words of the remedy)
     "constant size": (lambda p, b: losses(p, b).sum() / 8, {}, "losses.mean()"),
     "class weights": (of_classes, dict(batch=WITH_CLASSES), "batch_specs"),
     "class weights, one each": (of_classes, dict(batch=WITH_CLASSES, ranks=8), "batch_specs"),
+    "two lengths": (
+        lambda p, b: mean(p, b) + b["more"].mean(),
+        dict(batch=BATCH | {"more": np.ones(12)}, batch_specs=P("data")),
+        "batch_specs",
+    ),
     "closure": (lambda p, b: mean(p, BATCH), {}, "closure"),
     "closure over a mask": (lambda p, b: (losses(p, b) * BATCH["mask"]).mean(), {}, "closure"),
     "broadcast closure": (lambda p, b: (losses(p, b) * BATCH["mask"]).mean(), dict(ranks=8), "closure"),
