@@ -68,7 +68,12 @@ class Shm(ProcessRanks):
         processes = _together(comm, process_that_can)
         name = _together(comm, lambda: module().shm_create(comm.size) if comm.rank == 0 else None)[0]
         process, file, _ = name.split(":")
-        _together(comm, lambda: os.close(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)))
+        try:
+            _together(comm, lambda: os.close(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)))
+        except RuntimeError:
+            if comm.rank == 0:  # shm_attach, which closes it, isn't reached
+                os.close(int(file))
+            raise
         segments = _together(comm, lambda: module().shm_attach(name, comm.rank, processes, timeout))
         at_exit(module().shm_leave)
         return cls(segments[comm.rank], comm.size, comm.rank, order)

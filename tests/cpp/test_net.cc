@@ -454,17 +454,33 @@ void fuzz() {
   }
 }
 
+// Sets the size of the stacks of new threads. Returns the size before.
+size_t stacks(size_t bytes) {
+  pthread_attr_t attributes;
+  pthread_getattr_default_np(&attributes);
+  size_t before;
+  pthread_attr_getstacksize(&attributes, &before);
+  pthread_attr_setstacksize(&attributes, bytes);
+  pthread_setattr_default_np(&attributes);
+  pthread_attr_destroy(&attributes);
+  return before;
+}
+
+// Tasks run, also if the system starts only one of the threads, because there is no memory for others.
 void test_threads() {
   Waiter all;
   auto& threads = *new tcp::Threads(3);  // its threads end with the process
   std::mutex mutex;
   int left = 100;
+  size_t before = 0;
   for (int i = 0; i < 100; ++i) {
     threads.run([&] {
       std::lock_guard<std::mutex> lock(mutex);
       if (--left == 0) all.done()(std::nullopt);
     });
+    if (i == 0) before = stacks(size_t{1} << 46);
   }
+  stacks(before);
   CHECK(all.wait() == "", "threads");
   std::lock_guard<std::mutex> lock(mutex);  // the last task has released it, so it may be destroyed
 }
@@ -487,6 +503,14 @@ void test_workspaces() {
   all->take(2000).reset();
   CHECK(all->kept_bytes() == 2000, "the oldest go first");
   CHECK(all->take(0) != nullptr, "nothing");
+
+  const auto get = [heap = tcp::memory_on_the_heap()](int64_t bytes) {
+    return bytes > 5000 ? nullptr : heap.get(bytes);
+  };
+  const auto few = std::make_shared<tcp::Workspaces>(tcp::Memory{get, [](uint8_t* p) { std::free(p); }});
+  CHECK(few->take(6000) == nullptr, "no memory");
+  for (const int64_t bytes : {1000, 3000}) few->take(bytes).reset();
+  CHECK(few->kept_bytes() == 3000, "what failed was never in use");
 }
 
 }  // namespace

@@ -114,7 +114,8 @@ void make_room(Cache& kept) {
 inline std::shared_ptr<const Layout> layout_of(const Description& d, std::vector<Leaf> leaves) {
   using Key = std::vector<int64_t>;
   static std::mutex mutex;
-  static std::map<Key, std::shared_ptr<const Layout>> kept;
+  // Never destroyed: an XLA program may still be running when the process ends.
+  static auto& kept = *new std::map<Key, std::shared_ptr<const Layout>>;
 
   Key key{d.chunks, static_cast<int64_t>(d.shares.size()), static_cast<int64_t>(leaves.size())};
   key.reserve(64 + d.shares.size() + 2 * leaves.size());

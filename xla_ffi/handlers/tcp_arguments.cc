@@ -95,7 +95,7 @@ ffi::ErrorOr<std::shared_ptr<uint8_t>> memory_for(const std::string& op, int64_t
   };
   if (tcp::begun() >= tcp::kMostBegun)
     return exhausted(std::to_string(tcp::kMostBegun) +
-                     " sums have begun and have not been ended; end each ticket once");
+                     " sums or exchanges have begun and have not been ended; end each ticket once");
   auto taken = memory.take(bytes);
   if (taken == nullptr) return exhausted("no memory for " + std::to_string(bytes) + " bytes" + remedy);
   return taken;

@@ -47,7 +47,10 @@ Or<std::string> create(int64_t ranks) {
   Descriptor memory(memfd_create("jaxcgx", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.number < 0) return because("memfd_create");
   // Allocate all pages now. If a page could not be allocated later, the process that touches it would be killed.
-  if (const int error = posix_fallocate(memory.number, 0, bytes_of(ranks))) {
+  int error;
+  do error = posix_fallocate(memory.number, 0, bytes_of(ranks));
+  while (error == EINTR);
+  if (error != 0) {
     return Failure{"no memory for the " + std::to_string(bytes_of(ranks)) + " bytes that " + std::to_string(ranks) +
                    " ranks share: " + std::strerror(error) + "; free some, or raise the limit of the container"};
   }

@@ -31,7 +31,7 @@ Threads& workers() {
 
 // Returns a pool without other threads: each task of workers() runs its kernel alone.
 const cpu::Pool& alone() {
-  static const cpu::Pool pool{1, [](std::function<void()> task) { task(); }};
+  static const auto& pool = *new cpu::Pool{1, [](std::function<void()> task) { task(); }};
   return pool;
 }
 

@@ -1,11 +1,12 @@
-// Threads that run tasks. A thread is started if a task finds no idle thread, up to `most` threads. Tasks start in the
-// order of the calls.
+// Threads that run tasks. A thread is started if a task finds no idle thread, up to `most` threads or to the limit of
+// the system. Tasks start in the order of the calls.
 #pragma once
 
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace jaxcgx::tcp {
@@ -18,13 +19,21 @@ class Threads {
   void run(std::function<void()> task) {
     std::lock_guard<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
-    if (static_cast<int64_t>(tasks_.size()) > idle_ && begun_ < most_)
-      ++begun_, std::thread([this] { work(); }).detach();
-    else
-      wake_.notify_one();
+    if (static_cast<int64_t>(tasks_.size()) <= idle_ || begun_ == most_ || !start()) wake_.notify_one();
   }
 
  private:
+  // Starts a thread. Returns false if there are too many threads, and some of these are ours.
+  bool start() {
+    try {
+      std::thread([this] { work(); }).detach();
+    } catch (const std::system_error&) {
+      if (begun_ == 0) throw;
+      return false;
+    }
+    return ++begun_;
+  }
+
   void work() {
     first_();
     std::unique_lock<std::mutex> lock(mutex_);

@@ -48,8 +48,14 @@ class Workspaces : public std::enable_shared_from_this<Workspaces> {
 
   // Returns memory, or nullptr if none is left. It is given back when the last copy of the pointer is destroyed.
   std::shared_ptr<uint8_t> take(int64_t bytes) {
-    uint8_t* const p = find(bytes);
+    uint8_t* p = find(bytes);
+    if (p == nullptr) p = memory_.get(bytes);
     if (p == nullptr) return nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      in_use_ += bytes;
+      most_ = std::max(most_, in_use_);
+    }
     return {p, [self = shared_from_this(), bytes](uint8_t* p) { self->give_back(bytes, p); }};
   }
 
@@ -59,20 +65,17 @@ class Workspaces : public std::enable_shared_from_this<Workspaces> {
   }
 
  private:
+  // Returns a block that is kept, or nullptr.
   uint8_t* find(int64_t bytes) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      in_use_ += bytes;
-      most_ = std::max(most_, in_use_);
-      for (auto it = kept_.begin(); it != kept_.end(); ++it) {
-        if (it->first != bytes) continue;
-        uint8_t* const found = it->second;
-        kept_bytes_ -= bytes;
-        kept_.erase(it);
-        return found;
-      }
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto it = kept_.begin(); it != kept_.end(); ++it) {
+      if (it->first != bytes) continue;
+      uint8_t* const found = it->second;
+      kept_bytes_ -= bytes;
+      kept_.erase(it);
+      return found;
     }
-    return memory_.get(bytes);
+    return nullptr;
   }
 
   void give_back(int64_t bytes, uint8_t* p) {
