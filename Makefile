@@ -311,8 +311,8 @@ bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as
 bench-errors: $(INSTALLED) ## measure the error of every codec, next to published figures and predictions
 	@.venv/bin/python benchmarks/errors.py
 
-bench-prediction: $(INSTALLED) ## compare the predicted times of exchanges with results; MEASURE=yes: with new ones, too
-	@.venv/bin/python benchmarks/prediction.py $(if $(MEASURE),--measure)
+bench-prediction: $(INSTALLED) ## compare predicted times with results; MEASURE=yes: with new ones, too; KERNELS=yes: of this machine
+	@.venv/bin/python benchmarks/prediction.py $(if $(MEASURE),--measure) $(if $(KERNELS),--kernels)
 
 bench-simulation: $(INSTALLED) ## draw where each technique is fastest, by the planner's model; writes docs/plots
 	@.venv/bin/python benchmarks/simulation.py

@@ -1,9 +1,11 @@
 """Compares the times that exchange/costs.py and report/advise.py predict with measured ones.
 
-    python benchmarks/prediction.py [--measure] [--networks REGEX] [--repeats 5] [--size MIB ...] [--out DIR]
+    python benchmarks/prediction.py [--measure] [--kernels] [--networks REGEX] [--repeats 5] [--size MIB ...]
+        [--out DIR]
 
 The measured times are those of results/collectives.json, from which constants of the model come, and of other networks:
-more hosts, other rates. --measure measures these again (needs root). Otherwise they come from results/prediction.json.
+more hosts, other rates. --measure measures these again (needs root), and --kernels the speeds of kernels for training
+steps, as `advise` does. Otherwise both come from results/prediction.json.
 The latency of each network comes from its smallest message, whose rows don't count as predictions. Training steps are
 those of results/training-speed-*.json. Hierarchies come from results/wan.json, and a slow line from
 results/topology.json.
@@ -11,7 +13,6 @@ results/topology.json.
 
 import argparse
 import dataclasses
-import functools
 import json
 import pathlib
 import re
@@ -24,7 +25,9 @@ from report import RESULTS, Report, header, line, median
 from simulation import local_steps
 
 import jaxcgx as cgx
+from jaxcgx.codecs.base import spell
 from jaxcgx.exchange import costs
+from jaxcgx.report import machine
 from jaxcgx.report.advise import Case
 from jaxcgx.transports.network import PAYLOAD, Network
 
@@ -83,9 +86,8 @@ NOTES = f"""\
   over Gloo is compared with rings in a sentence of its own.
 - steps: ms of a training step, and off. The prediction is the planner's (report/advise.py), with the latencies of
   Cluster. Its computation is that of a step without exchange in the same turn, and off is the median of the turns.
-  Hosts share 2 processors here, too. Where the steps were measured on an Intel Xeon, the speeds of kernels are those of
-  another processor, an AMD EPYC (results/cpu-kernels-avx512.json). Codecs that don't have all kernels there get those
-  of MaxMin 4.
+  Hosts share 2 processors here, too. Kernels were measured as `advise` does it, on the machine that is named above the
+  table. Where steps were measured on another machine, its kernels may differ.
 - hierarchy: how much longer a step with float32 takes than one with MaxMin 4, which has the same computation. The ranks
   of a center share its link. slow line: an exchange over Tcp, {SLOW_SIZE >> 20} MiB, if one of the lines has a tenth of
   the rate of the others. The prediction is that of hosts which all have this line.
@@ -225,29 +227,25 @@ def measured(networks, repeats):
     return found
 
 
-@functools.cache
-def kernels(codec):
-    """Returns the speeds of a codec's kernels, with feedback, from results/cpu-kernels-avx512.json.
-
-    It has all kernels of Eden and MaxMin. Other codecs get those of MaxMin.
-    """
-    found = json.loads((RESULTS / "cpu-kernels-avx512.json").read_text())
-    ms, size = {row["name"]: row["ms"] for row in found["rows"]}, found["size_bytes"] * 1e3
-    name = "Eden 4" if codec == cgx.Eden(4) else "MaxMin 4"
-    encode, decode, reduce = (ms[f"{kernel} {name}"] for kernel in ("encode with feedback", "decode", "reduce"))
-    return dict(encode=size / encode, decode=size / decode, reduce=found["ranks"] * size / reduce)
+def measured_kernels():
+    """Returns {codec: the speeds of its kernels on this machine, with feedback}, as `advise` measures them."""
+    found = {}
+    for codec in dict.fromkeys(codec for codec, *_ in METHODS.values() if not codec.raw):
+        speeds = machine.kernels(codec, again=True)
+        found[spell(codec)] = dict(encode=speeds.encode_fed, decode=speeds.decode, reduce=speeds.reduce)
+    return found
 
 
-def network_between(cluster, mover, codec):
+def network_between(cluster, mover, codec, kernels):
     """Returns the network of a cluster, all of whose ranks share the processors of one machine."""
-    return dataclasses.replace(cluster.between(mover), sharing=cluster.world, **kernels(codec))
+    return dataclasses.replace(cluster.between(mover), sharing=cluster.world, **kernels.get(spell(codec), {}))
 
 
-def step_of(method, hosts, mbit, compute, tree):
+def step_of(method, hosts, mbit, compute, tree, kernels):
     """Returns the seconds of a step that the planner predicts, from those of its computation."""
     codec, mover, fusion_mb, overlap = METHODS[method]
     cluster = cgx.Cluster(world=hosts, link=f"{mbit}mbit")
-    network = network_between(cluster, mover, codec)
+    network = network_between(cluster, mover, codec, kernels)
     case = Case(
         tree=tree, nodes=hosts, each=1, compute=compute, overlap=overlap, fusion_mb=fusion_mb, inner=cluster.inside()
     )
@@ -276,14 +274,15 @@ def show_steps(report):
     rows = [row for name in names for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]]
     turns = {(row["network"], row["mbit"], row["method"]): np.array(row["ms_of_turns"]) for row in rows}
     trees = {name: make[0](np.random.default_rng(0)) for name, make in training_speed_data.MAKERS.items()}
-    report.show("", f"Steps of training runs ({'; '.join(map(origin, names))})", "", *header("network", *METHODS))
+    places = [*map(origin, names), f"kernels: {report.data['kernels']['measured']}"]
+    report.show("", f"Steps of training runs ({'; '.join(places)})", "", *header("network", *METHODS))
     for network, mbit in dict.fromkeys((row["network"], row["mbit"]) for row in rows):
         model, hosts = network.split(", ")
         cells = [f"{network}, {mbit} Mbit/s"]
         for method in METHODS:
             ms = turns[network, mbit, method]
             found = [
-                1e3 * step_of(method, int(hosts.split()[0]), mbit, compute=each / 1e3, tree=trees[model])
+                1e3 * step_of(method, int(hosts.split()[0]), mbit, each / 1e3, trees[model], report.data["kernels"])
                 for each in turns[network, mbit, NONE]
             ]
             off = median(np.divide(found, ms) - 1)
@@ -300,14 +299,14 @@ def show_steps(report):
     )
 
 
-def hierarchies():
+def hierarchies(kernels):
     """Yields (what was measured, ms, predicted ms) between two centers of two ranks."""
     rows = json.loads((RESULTS / "wan.json").read_text())["rows"]
     ms = {(row["network"], row["technique"]): row["ms"] for row in rows}
     tree = training_speed_data.MAKERS["transformer"][0](np.random.default_rng(0))
     for name, links in LINES.items():
         cluster = cgx.Cluster(world=4, nodes=2, **links)
-        network = network_between(cluster, "tcp", cgx.MaxMin(4))
+        network = network_between(cluster, "tcp", cgx.MaxMin(4), kernels)
         case = Case(tree=tree, nodes=2, each=2, compute=0, overlap=False, fusion_mb=64, inner=cluster.inside())
         plain = case.choice(cgx.Raw(), "psum", network=network, error=0.0)
         coded = case.choice(cgx.MaxMin(4), "one_shot", network=network, error=0.0)
@@ -316,13 +315,13 @@ def hierarchies():
         yield f"hierarchy, {name}", less, 1e3 * (plain.step - coded.step)
 
 
-def slow_lines():
+def slow_lines(kernels):
     """Yields (what was measured, ms, predicted ms) of hosts, one of which has a slow line."""
     rows = json.loads((RESULTS / "topology.json").read_text())["rows"]
     ms = {row["schedule"]: row["ms"] for row in rows if row["setup"] == "line"}
     load = costs.Load(SLOW["world"], SLOW_SIZE, cgx.MaxMin(4).wire_bytes((SLOW_SIZE // 4,), np.float32))
     for schedule in "two_shot", "ring":
-        found = costs.seconds(schedule, load, network_between(cgx.Cluster(**SLOW), "tcp", cgx.MaxMin(4))).total
+        found = costs.seconds(schedule, load, network_between(cgx.Cluster(**SLOW), "tcp", cgx.MaxMin(4), kernels)).total
         yield f"slow line, {schedule}", ms[schedule], 1e3 * found
 
 
@@ -330,7 +329,8 @@ def show_others(report):
     """Shows a table of hierarchies and of a slow line, and adds its rows to the data."""
     report.show("", f"Hierarchies ({origin('wan')}) and a slow line ({origin('topology')})", "")
     report.show(*header("what", "ms", "predicted", "off"))
-    for what, ms, found in [*hierarchies(), *slow_lines()]:
+    kernels = report.data["kernels"]
+    for what, ms, found in [*hierarchies(kernels), *slow_lines(kernels)]:
         off = found / ms - 1
         report.data["others"].append(dict(what=what, ms=ms, predicted_ms=round(found, 4), off=round(off, 4)))
         report.show(line([what, f"{ms:.1f}", f"{found:.1f}", f"{100 * off:+.0f} %" + " ✗" * (abs(off) > GOAL)]))
@@ -343,6 +343,7 @@ def parse():
         action="store_true",
         help="measure more networks (root; about 20 minutes; a run that was cut off goes on)",
     )
+    parser.add_argument("--kernels", action="store_true", help="measure kernels (an idle machine; a minute)")
     parser.add_argument("--networks", metavar="REGEX", help="of these, only those whose names match")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="repetitions (default: 5)")
     parser.add_argument("--size", type=float, nargs="+", metavar="MIB", help="sizes (default: 1/16 to 16)")
@@ -355,10 +356,14 @@ def main():
     given = [f"--networks {shlex.quote(args.networks)}"] * bool(args.networks)
     given += [f"--size {' '.join(f'{size:g}' for size in args.size)}"] if args.size else []
     given += [f"--repeats {args.repeats}"] if args.repeats != 5 else []
-    plain = "make bench-prediction" + " MEASURE=yes" * args.measure
-    options = " ".join(["python benchmarks/prediction.py", *["--measure"] * args.measure, *given])
+    plain = "make bench-prediction" + " MEASURE=yes" * args.measure + " KERNELS=yes" * args.kernels
+    flags = ["--measure"] * args.measure + ["--kernels"] * args.kernels
+    options = " ".join(["python benchmarks/prediction.py", *flags, *given])
     report = Report(options if given else plain, goal=GOAL, rows=[], steps=[], others=[])
-    report.data["measured"] = f"{report.data['date']}, {report.data['cpu']}"  # the new runs
+    old = json.loads((RESULTS / "prediction.json").read_text())
+    now = f"{report.data['date']}, {report.data['cpu']}"
+    report.data["measured"] = now if args.measure else old["measured"]  # the new runs
+    report.data["kernels"] = measured_kernels() | dict(measured=now) if args.kernels else old["kernels"]
     fitted = {}
     for row in json.loads((RESULTS / "collectives.json").read_text())["rows"]:
         if row["what"] == "loop" and rate(row["network"]) and "kept" not in row["network"]:
@@ -370,8 +375,6 @@ def main():
             network.sizes = args.size or network.sizes
         show(report, NEW, measured(networks, args.repeats))
     else:
-        old = json.loads((RESULTS / "prediction.json").read_text())
-        report.data["measured"] = old["measured"]
         show(report, NEW, committed(old))
         report.show("", f"The new runs ({old['measured']}) are of `make bench-prediction MEASURE=yes`.")
     show_steps(report)
