@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import wrong
+from jaxcgx.checks import spell_array, wrong
 from jaxcgx.codecs import Codec, PowerSGD, Raw
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.native.layout import DTYPES
@@ -25,6 +25,14 @@ Shaped: TypeAlias = Any
 def spell_path(path: PyTree) -> str:
     """Returns a JAX path as a text such as "a/b/kernel", which rules match."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def check_trained(function: str, path: PyTree, x: Shaped) -> None:
+    """Checks that a parameter can be trained."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        remedy = f'freeze it: pass jaxcgx.Plan(codec, rules=[("{spell_path(path)}", jaxcgx.Skip())])'
+        expected = "parameters of floating point where they are trained"
+        raise wrong(function, "params", expected, spell_array(x), remedy, path=path)
 
 
 def why_unfit(leaf: Shaped) -> str | None:

@@ -15,12 +15,12 @@ from jax.stages import Compiled
 
 from jaxcgx import _programs
 from jaxcgx._compat import InOrder, is_eager
-from jaxcgx.checks import as_array, spell_array, wrong
+from jaxcgx.checks import as_array, wrong
 from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.leaves import spell_path
+from jaxcgx.plan.leaves import check_trained
 from jaxcgx.train.batch import OP, dimensions, filled
 from jaxcgx.train.division import Division, addable, after, row, shapes, with_row, without_row
 from jaxcgx.train.exchange import At, Exchange, Outcome, check_state, send
@@ -224,10 +224,7 @@ class Training:
     def check_trained(self, params: Params, trained: Params) -> None:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""
         for path, x in jax.tree.leaves_with_path(trained):
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                remedy = f'freeze it: pass jaxcgx.Plan(codec, rules=[("{spell_path(path)}", jaxcgx.Skip())])'
-                expected = "parameters of floating point where they are trained"
-                raise wrong("train.init", "params", expected, spell_array(x), remedy, path=path)
+            check_trained("train.init", path, x)
         axes = [(name, self.division.mesh.shape[name]) for name in self.division.names]
         _, state = jax.make_jaxpr(self.update.optimizer.init, axis_env=axes, return_shape=True)(trained)
         if nodes(state, ExchangeState):

@@ -555,6 +555,7 @@ BAD_INPUT = {
     "Decoupled": [
         (dict(outer=PER_RANK), ValueError, "outer", "one with", "plan"),
         (dict(plan=cgx.PowerSGD(2)), ValueError, "plan"),
+        (dict(weights=[1.0, 2.0]), ValueError, "weights", "[1.0, 2.0]"),
         (dict(average=lambda path, x: "median"), ValueError, "average", "the function's answer 'median'"),
     ]
 }
@@ -568,6 +569,13 @@ def test_an_address_that_is_not_free(host):
         words = says("Decoupled.join", "addresses", got=repr(address), remedy="'place'")
         with raises(OSError, words):
             cgx.wan.Decoupled(addresses=[address, "127.0.0.1:1"], place=0).join(PARAMS)
+
+
+def test_only_numbers_of_floating_point_are_trained():
+    """In float32, an average of integers would round them."""
+    words = says("Decoupled.join", "params", at="leaf ['n']", got="int32[2]", remedy="freeze it")
+    with raises(ValueError, words):
+        decoupled(2)[0].join(PARAMS | {"n": jnp.array([1, 2**24 + 1])})
 
 
 @ALONE

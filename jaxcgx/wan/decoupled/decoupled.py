@@ -26,7 +26,7 @@ from jaxcgx.checks import (
 )
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.patch.trees import encode
-from jaxcgx.plan.leaves import spell_path
+from jaxcgx.plan.leaves import check_trained, spell_path
 from jaxcgx.transports.sockets import as_host
 from jaxcgx.typing import Params, PyTree
 from jaxcgx.wan.decoupled.inbox import OP, CommonState, Contribution, Inbox, Patches
@@ -104,7 +104,7 @@ class Decoupled:
         if self.overlap >= self.every:
             remedy = f"pass overlap={self.every - 1}"
             raise wrong(OF, "overlap", f"less than every = {self.every} steps", self.overlap, remedy)
-        if self.weights not in WEIGHTS:
+        if self.weights not in list(WEIGHTS):  # a dict would hash it
             raise wrong(OF, "weights", "'tokens', 'steps' or None", repr(self.weights))
         if self.average not in ("mean", "radial") and not callable(self.average):
             raise wrong(OF, "average", "'mean', 'radial' or a function", repr(self.average))
@@ -130,9 +130,9 @@ class Decoupled:
     def join(self, params: Params, state: "DecoupledState | None" = None) -> tuple[Params, "Member"]:
         """Returns (parameters to go on with, this center's `Member`).
 
-        It waits up to `grace` seconds for the other centers. If they are already training, this center gets the outer
-        parameters and the outer optimizer's state from one of them. If all centers start together, all take the
-        parameters of the first one. If another center has other shapes or options, this is an error. If centers are
+        It waits up to `grace` seconds for the other centers. If a round has ended, this center gets the outer
+        parameters and the outer optimizer's state from one of them. Before that, all take the parameters of the center
+        that comes first in `addresses`. If another center has other shapes or options, this is an error. If centers are
         missing then, a warning names them and says why.
 
         Args:
@@ -208,6 +208,8 @@ class Member(contextlib.AbstractContextManager["Member"]):
         self._given = given
         params, self._placed = on_auto_axes(params)
         packing = Packing.of(OF, given.plan, params, given.average)
+        for path, x in jax.tree.leaves_with_path(packing.trained.take(params)):
+            check_trained(OP, path, x)
         self._moves = Moves(packing, given.outer, given.seed % 2**32)
         outer = self._moves.copy(params)
         trained = packing.trained.take(outer)
