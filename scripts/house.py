@@ -132,7 +132,7 @@ LIMITS = {
     **{("traced", f"{name} step", "upward, not passed in"): 0 for name in TRACED},
     ("code", "imports upward", "count"): 0,
     ("code", "files that look into programs, without explain", "count"): 1,
-    ("code", "lines of jaxcgx/", "count"): 27_410,
+    ("code", "lines of jaxcgx/", "count"): 27_430,
     ("code", "files of jaxcgx/", "count"): 170,
     ("code", "bodies over 60 lines", "count"): 0,
     ("code", "complexity over 15", "count"): 0,

@@ -149,7 +149,10 @@ OTHERS = {
         (lambda: DECOUPLED(addresses=[1, 2]), TypeError, "addresses", "1"),
         (lambda: DECOUPLED(every=2, overlap=2), ValueError, "overlap", "2", "overlap=1"),
     ],
-    "Demo": [(lambda: wan.Demo(values=cgx.MaxMin(rounding="stochastic")), ValueError, "values", "MaxMin", "rounding")],
+    "Demo": [
+        (lambda: wan.Demo(values=cgx.MaxMin(rounding="stochastic")), ValueError, "values", "MaxMin", "rounding"),
+        (lambda: wan.Demo(values=cgx.TopK(0.1)), ValueError, "values", "TopK"),
+    ],
     "Differential": [(lambda: wan.Differential(cgx.PowerSGD(2)), ValueError, "plan", "PowerSGD", "jaxcgx.MaxMin")],
     "Diloco": [
         (lambda: DILOCO(every=10, fragments=4), ValueError, "every", "10", "every=8"),

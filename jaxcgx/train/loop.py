@@ -89,6 +89,7 @@ def make_train_step(
         masked. The weight must not depend on the parameters.
       donate: whether the state is updated in place. `step` and `finish` then invalidate the state that they got.
     """
+    check_type(OP, "sharding", sharding, Sharding, "a jaxcgx.Sharding")
     if isinstance(exchange, ForMesh):
         options = dict[str, Any](sharding=sharding, accumulate=accumulate, overlap=overlap, model_state=model_state)
         options |= dict(has_aux=has_aux, aux_specs=aux_specs, weighted=weighted, donate=donate)
@@ -117,7 +118,6 @@ def make_train_step(
 
 
 def _divide(mesh_or_comm: Any, sharding: Sharding, exchange: Exchange) -> Division:
-    check_type(OP, "sharding", sharding, Sharding, "a jaxcgx.Sharding")
     gather = gather_plan(sharding)
     if is_communicator(mesh_or_comm):
         from jaxcgx.train.processes import Processes  # this import starts MPI, which is optional

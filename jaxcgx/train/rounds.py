@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -63,14 +63,14 @@ class Rounds(Protocol):
       last: the acts of `finish`. They end what has begun.
     """
 
+    alone: ClassVar[bool]
+
     @property
     def op(self) -> str: ...
     @property
     def plan(self) -> Plan: ...
     @property
     def inside(self) -> AnyExchange: ...
-    @property
-    def alone(self) -> bool: ...
     @property
     def turns(self) -> Sequence[Sequence[Act]]: ...
     @property
@@ -340,7 +340,8 @@ class CentersTraining:
         check_real(op, "params", params)
         self.training.check_trained(params, part(params, skipped))
         plan = self.training.exchange.plan
-        if self.center.names and isinstance(plan, Plan):
+        plan = next(iter(plan.values())) if isinstance(plan, Mapping) else plan  # all plans of a schedule skip the same
+        if self.center.names and plan is not None:
             inside = Routes.of(op, plan, params, argument="inside").skipped
             for (path, one), two in zip(jax.tree.leaves_with_path(skipped), jax.tree.leaves(inside)):
                 if one != two:
@@ -389,6 +390,12 @@ class StepOfCenters(Step):
         if self._donate:  # the state's own arrays may be donated to a later step
             metrics = metrics._replace(telemetry=jax.tree.map(jnp.copy, metrics.telemetry))
         return state, metrics
+
+    def clear_cache(self) -> None:
+        programs: Any = super(), self._train, self._act, self.finish
+        for program in programs:
+            program.clear_cache()
+        self._known.clear()
 
     def _arrays(self, state: TrainState) -> list[Any]:
         return [state.exchange.steps, *jax.tree.leaves(state.params)]

@@ -84,6 +84,8 @@ class TrainState:
 class Metrics(NamedTuple):
     """The metrics of a step, the same on every rank.
 
+    With rounds, `loss` has one number for each center, and `telemetry` that inside centers and that between them.
+
     Attributes:
       loss: the mean over ranks and micro-batches, uncompressed.
       aux: the auxiliary outputs of all ranks; None without has_aux.

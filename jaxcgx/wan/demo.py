@@ -12,7 +12,7 @@ from jax.flatten_util import ravel_pytree
 
 from jaxcgx.checks import check_integer, check_number, check_real, set_field, wrong
 from jaxcgx.codecs import Codec, Raw, TopK, decode, encode
-from jaxcgx.codecs.checks import check_codec
+from jaxcgx.codecs.topk import check_values
 from jaxcgx.exchange.message import Carry
 from jaxcgx.exchange.primitives import same
 from jaxcgx.native import ops
@@ -96,7 +96,7 @@ class Demo:
         set_field(self, "decay", check_number, lambda x: 0 <= x <= 1, "a number from 0 to 1")
         set_field(self, "side", check_integer, 1)
         set_field(self, "k", check_integer, 1)
-        check_codec(OP, self.values, "values")
+        set_field(self, "values", check_values)
         if self._codec(self.k).stochastic:
             expected, remedy = "a codec that rounds to nearest", 'leave out rounding="stochastic"'
             raise wrong(OP, "values", expected, repr(self.values), remedy)

@@ -637,6 +637,7 @@ UNUSED = cgx.Plan(cgx.Raw(), rules=[("typo", cgx.MaxMin(4))])
 CUT = cgx.Sharding("dc", params={"w": P("dc"), "b": P(), "s": P()})
 TWO, PLAIN = trainer(diloco(every=4, fragments=2)), trainer(cgx.Raw())
 FREEZES = diloco(plan=cgx.Plan(cgx.Raw(), rules=[("b", cgx.Skip())]))
+LATER = diloco(plan=FREEZES.plan, inside={0: cgx.MaxMin(4), 9: cgx.MaxMin(8)})  # a schedule of plans
 ACT = {**PARAMS, "act": jnp.tanh}
 
 
@@ -655,6 +656,7 @@ ERRORS = {
         (lambda: trainer(diloco(plan=cgx.Plan(cgx.Skip()))).init(PARAMS), ValueError, "plan", "none", "jaxcgx.Skip()"),
         (lambda: trainer(diloco(plan=UNUSED)).init(PARAMS), ValueError, "plan", "none", "optional"),
         (lambda: trainer(FREEZES, mesh_of(2, 2)).init(PARAMS), ValueError, "plan ['b']", "another", "jaxcgx.Skip()"),
+        (lambda: trainer(LATER, mesh_of(2, 2)).init(PARAMS), ValueError, "plan ['b']", "another", "jaxcgx.Skip()"),
     ],
     "make_train_step": [
         (step_of(mesh_or_comm=mesh_with(dc=2, local=1)), ValueError, "mesh_or_comm", "one with 'local'", "name all"),
@@ -672,6 +674,16 @@ ERRORS = {
     ],
 }
 test_errors = table(ERRORS)
+
+
+def test_clear_cache():
+    train = trainer(diloco(every=2, overlap=1), donate=False)
+    train.finish(run(train, 2)[1])
+    programs = train.step._train, train.step._act, train.finish
+    assert all(each._cache_size() > 0 for each in programs)
+    train.step.clear_cache()
+    assert all(each._cache_size() == 0 for each in programs)
+    run(train, 2)
 
 
 @pytest.mark.parametrize("given", [dict(overlap=1), dict(eager=True)], ids=lambda x: next(iter(x)))

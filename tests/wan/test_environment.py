@@ -91,3 +91,14 @@ def test_more_servers_than_centers():
     given = from_env({"DMLC_NUM_GLOBAL_SERVER": "5"}).exchange
     with raises(ValueError, says("wan.from_env", "DMLC_NUM_GLOBAL_SERVER", expected="1 to 4", got="'5'")):
         cgx.make_train_step(lambda p, x: (p * x).sum(), optax.sgd(0.1), mesh(4), given, sharding=cgx.Sharding("a"))
+
+
+@pytest.mark.parametrize(
+    "row", [(ValueError, cgx.Sharding("other"), "sharding.axis"), (TypeError, "a", "sharding")], ids=lambda row: row[2]
+)
+def test_a_sharding_that_does_not_fit(row):
+    """The errors are those of make_train_step without an overlay."""
+    kind, sharding, argument = row
+    for given in from_env({"DMLC_NUM_GLOBAL_SERVER": "2"}).exchange, cgx.Raw():
+        with raises(kind, says("make_train_step", argument)):
+            cgx.make_train_step(lambda p, x: (p * x).sum(), optax.sgd(0.1), mesh(4), given, sharding=sharding)

@@ -91,6 +91,7 @@ class Diloco:
     seed: int = 0
     optimizer: Any = dataclasses.field(init=False, repr=False, compare=False)  # the outer one
     _every: ClassVar[str] = "every"  # how errors spell it
+    alone: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         op = self.op
@@ -123,10 +124,6 @@ class Diloco:
     @property
     def op(self) -> str:
         return type(self).__name__
-
-    @property
-    def alone(self) -> bool:
-        return False
 
     @property
     def period(self) -> int:

@@ -43,16 +43,13 @@ class HFA(Diloco):
     inside: AnyExchange = dataclasses.field(default=Raw(), init=False, repr=False)
     outer: Any = dataclasses.field(default="sgd", init=False, repr=False)
     _every: ClassVar[str] = "k1 * k2"
+    alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("k1", "k2"):
             check_integer(self.op, name, getattr(self, name), 1)
         object.__setattr__(self, "every", self.k1 * self.k2)
         super().__post_init__()
-
-    @property
-    def alone(self) -> bool:
-        return True
 
     def _check_fragments(self) -> None:
         k2, fragments = self.k2, self.fragments

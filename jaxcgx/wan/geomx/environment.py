@@ -6,19 +6,18 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
-
-from jaxcgx.checks import check_type, is_integer, unexpected, warn, wrong
+from jaxcgx.checks import is_integer, unexpected, warn, wrong
 from jaxcgx.codecs import Codec, Raw
 from jaxcgx.plan import Plan
 from jaxcgx.plan.environment import FLAG, Texts, parse
 from jaxcgx.plan.overlay import Overlay
 from jaxcgx.plan.plan import as_phases
+from jaxcgx.train.batch import axes_over
 from jaxcgx.train.exchange import AnyExchange, Exchange, ForMesh
 from jaxcgx.train.feedback import as_exchange
 from jaxcgx.train.rounds import Rounds
 from jaxcgx.train.state import Priority
-from jaxcgx.transports.axes import axis_names, each_axis
+from jaxcgx.transports.axes import each_axis
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.diloco.forms import HFA
 from jaxcgx.wan.geomx.differential import LOST, Differential
@@ -69,7 +68,7 @@ class Overlaid(ForMesh):
     greed: float | None  # that of the `Topology` that chooses the overlay (TSEngine); None: owners in equal parts
 
     def steps(self, mesh: Any, axis: AxisName, make: Callable[[Any], Any]) -> Any:
-        ranks = check_type(OP, "mesh", mesh, Mesh, "a jax.sharding.Mesh").shape[axis_names(axis)[0]]
+        ranks = mesh.shape[axes_over("make_train_step", mesh, axis, "sharding.axis")[0]]
         if self.owners is not None and self.owners > ranks:
             expected = f"1 to {ranks}, the number of centers"
             raise unexpected(f"{OP}: variable DMLC_NUM_GLOBAL_SERVER", expected, repr(str(self.owners)), REMEDY)
