@@ -65,6 +65,7 @@ def test_calls_wait_for_one_another(devices):
     function.go.set()
     n, last = steps_of_half_a_second(function.x), in_order(in_order({"x": function.x + 0}))
     size = in_order._jitted._cache_size()
+    jax.block_until_ready(last)  # before `go` is cleared
     for _ in range(2):
         function.go.clear()
         given = {"x": slowly(n, last["x"])}
