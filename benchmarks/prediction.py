@@ -238,7 +238,8 @@ def measured_kernels():
 
 def network_between(cluster, mover, codec, kernels):
     """Returns the network of a cluster, all of whose ranks share the processors of one machine."""
-    return dataclasses.replace(cluster.between(mover), sharing=cluster.world, **kernels.get(spell(codec), {}))
+    speeds = {} if codec.raw else kernels[spell(codec)]
+    return dataclasses.replace(cluster.between(mover), sharing=cluster.world, **speeds)
 
 
 def step_of(method, hosts, mbit, compute, tree, kernels):
@@ -274,7 +275,7 @@ def show_steps(report):
     rows = [row for name in names for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]]
     turns = {(row["network"], row["mbit"], row["method"]): np.array(row["ms_of_turns"]) for row in rows}
     trees = {name: make[0](np.random.default_rng(0)) for name, make in training_speed_data.MAKERS.items()}
-    places = [*map(origin, names), f"kernels: {report.data['kernels']['measured']}"]
+    places = [*map(origin, names), f"kernels: {report.data['kernels_measured']}"]
     report.show("", f"Steps of training runs ({'; '.join(places)})", "", *header("network", *METHODS))
     for network, mbit in dict.fromkeys((row["network"], row["mbit"]) for row in rows):
         model, hosts = network.split(", ")
@@ -363,7 +364,8 @@ def main():
     old = json.loads((RESULTS / "prediction.json").read_text())
     now = f"{report.data['date']}, {report.data['cpu']}"
     report.data["measured"] = now if args.measure else old["measured"]  # the new runs
-    report.data["kernels"] = measured_kernels() | dict(measured=now) if args.kernels else old["kernels"]
+    report.data["kernels"] = measured_kernels() if args.kernels else old["kernels"]
+    report.data["kernels_measured"] = now if args.kernels else old["kernels_measured"]
     fitted = {}
     for row in json.loads((RESULTS / "collectives.json").read_text())["rows"]:
         if row["what"] == "loop" and rate(row["network"]) and "kept" not in row["network"]:

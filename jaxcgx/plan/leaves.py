@@ -27,12 +27,13 @@ def spell_path(path: PyTree) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def check_trained(function: str, path: PyTree, x: Shaped) -> None:
-    """Checks that a parameter can be trained."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        remedy = f'freeze it: pass jaxcgx.Plan(codec, rules=[("{spell_path(path)}", jaxcgx.Skip())])'
-        expected = "parameters of floating point where they are trained"
-        raise wrong(function, "params", expected, spell_array(x), remedy, path=path)
+def check_floating(function: str, trained: PyTree) -> None:
+    """Checks the parameters that aren't frozen."""
+    for path, x in jax.tree.leaves_with_path(trained):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            remedy = f'freeze it: pass jaxcgx.Plan(codec, rules=[("{spell_path(path)}", jaxcgx.Skip())])'
+            expected = "parameters of floating point where they are trained"
+            raise wrong(function, "params", expected, spell_array(x), remedy, path=path)
 
 
 def why_unfit(leaf: Shaped) -> str | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -18,6 +18,7 @@ from jaxcgx.checks import check_real, wrong
 from jaxcgx.exchange.resolve import transport_over_axes
 from jaxcgx.exchange.routes import Routes
 from jaxcgx.plan import Plan
+from jaxcgx.plan.plan import as_phases
 from jaxcgx.train.batch import OP, dimensions
 from jaxcgx.train.division import Division, OverMesh, addable, after, row, with_row, without_row
 from jaxcgx.train.exchange import AnyExchange, At, check_centers
@@ -340,9 +341,9 @@ class CentersTraining:
         check_real(op, "params", params)
         self.training.check_trained(params, part(params, skipped))
         plan = self.training.exchange.plan
-        plan = next(iter(plan.values())) if isinstance(plan, Mapping) else plan  # all plans of a schedule skip the same
         if self.center.names and plan is not None:
-            inside = Routes.of(op, plan, params, argument="inside").skipped
+            first = as_phases(op, plan, "inside")[0].plan  # all plans of a schedule skip the same
+            inside = Routes.of(op, first, params, argument="inside").skipped
             for (path, one), two in zip(jax.tree.leaves_with_path(skipped), jax.tree.leaves(inside)):
                 if one != two:
                     expected = "a plan that skips the same parameters as that inside a center"

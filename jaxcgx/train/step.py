@@ -20,7 +20,7 @@ from jaxcgx.exchange.message import fold
 from jaxcgx.exchange.resolve import without_constraints
 from jaxcgx.exchange.routes import Routes, Way
 from jaxcgx.plan import Plan
-from jaxcgx.plan.leaves import check_trained
+from jaxcgx.plan.leaves import check_floating
 from jaxcgx.train.batch import OP, dimensions, filled
 from jaxcgx.train.division import Division, addable, after, row, shapes, with_row, without_row
 from jaxcgx.train.exchange import At, Exchange, Outcome, check_state, send
@@ -223,8 +223,7 @@ class Training:
 
     def check_trained(self, params: Params, trained: Params) -> None:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""
-        for path, x in jax.tree.leaves_with_path(trained):
-            check_trained("train.init", path, x)
+        check_floating("train.init", trained)
         axes = [(name, self.division.mesh.shape[name]) for name in self.division.names]
         _, state = jax.make_jaxpr(self.update.optimizer.init, axis_env=axes, return_shape=True)(trained)
         if nodes(state, ExchangeState):

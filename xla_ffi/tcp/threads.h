@@ -31,7 +31,8 @@ class Threads {
       if (begun_ == 0) throw;
       return false;
     }
-    return ++begun_;
+    ++begun_;
+    return true;
   }
 
   void work() {

@@ -26,7 +26,7 @@ from jaxcgx.checks import (
 )
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.patch.trees import encode
-from jaxcgx.plan.leaves import check_trained, spell_path
+from jaxcgx.plan.leaves import check_floating, spell_path
 from jaxcgx.transports.sockets import as_host
 from jaxcgx.typing import Params, PyTree
 from jaxcgx.wan.decoupled.inbox import OP, CommonState, Contribution, Inbox, Patches
@@ -208,8 +208,7 @@ class Member(contextlib.AbstractContextManager["Member"]):
         self._given = given
         params, self._placed = on_auto_axes(params)
         packing = Packing.of(OF, given.plan, params, given.average)
-        for path, x in jax.tree.leaves_with_path(packing.trained.take(params)):
-            check_trained(OP, path, x)
+        check_floating(OP, packing.trained.take(params))
         self._moves = Moves(packing, given.outer, given.seed % 2**32)
         outer = self._moves.copy(params)
         trained = packing.trained.take(outer)
