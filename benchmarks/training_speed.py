@@ -49,10 +49,11 @@ CHARTS = [
 
 NOTES = f"""\
 - Every host is a network namespace, with its own processors if there are enough. Both frameworks use the same
-  processors. All methods take turns, and the processes of a framework wait while the other one runs. A turn has
-  {RATES[100]} steps at 100 Mbit/s and {RATES[1000]} on faster links, after a step that doesn't count. Methods whose
-  exchanges cross steps have turns of {SPAN} steps, which all count, and which begin and end when no exchange is in
-  flight. These steps are a whole round of DiLoCo.
+  processors, and SCHED_BATCH (chrt --batch): benchmarks/notes/collectives.md, "Slow and quick days". All methods take
+  turns, and the processes of a framework wait while the other one runs. A turn has {RATES[100]} steps at 100 Mbit/s and
+  {RATES[1000]} on faster links, after a step that doesn't count. Methods whose exchanges cross steps have turns of
+  {SPAN} steps, which all count, and which begin and end when no exchange is in flight. These steps are a whole round of
+  DiLoCo.
 - step ms: on the slowest host. exposed: the time of a step minus that of the same framework without any exchange,
   within each turn. The arithmetic of compression counts as exposed, too. MB sent: by a host in a step, from the
   kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
