@@ -77,7 +77,7 @@ SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/tes
 	house-check matrix matrix-short mutate wheels release-checks site-check choose clean interpreter \
 	gallery \
 	bench bench-accuracy bench-adam bench-cast bench-collectives bench-decoupled bench-demo bench-differential bench-diloco \
-	bench-devices bench-errors bench-exposed bench-failures bench-first-run bench-gates bench-gather bench-gpu-training bench-lab bench-late \
+	bench-devices bench-errors bench-exposed bench-failures bench-first-run bench-gates bench-gather bench-gloo bench-gpu-training bench-lab bench-late \
 	bench-long-links \
 	bench-matrices bench-mpi \
 	bench-overlap bench-patch bench-powersgd \
@@ -292,6 +292,9 @@ bench-collectives: $(INSTALLED) ## measure the collectives between processes and
 
 bench-gather: $(INSTALLED) ## measure sums whose second half alone is compressed, between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py --gather
+
+bench-gloo: $(INSTALLED) ## measure many sums over Gloo and over Tcp, with two policies of the scheduler
+	@.venv/bin/python benchmarks/gloo.py
 
 bench-gates: $(INSTALLED) ## measure the ratios of speeds that `make gates` compares
 	@.venv/bin/python benchmarks/gates.py --write
