@@ -27,44 +27,39 @@ def largest(x, k):
     return np.sort(np.argsort(-(np.asarray(x).view(np.int32) & 0x7FFFFFFF).astype(np.int64), kind="stable")[:k])
 
 
+def top(x, k):
+    """Returns x with zeros in place of all elements but the largest."""
+    found, at = np.zeros_like(x), largest(x, k)
+    found[at] = np.asarray(x)[at]
+    return found
+
+
+def with_not_finite(x, r):
+    x[r.randint(0, len(x), 1 + len(x) // 30)] = np.nan
+    x[r.randint(0, len(x), 1 + len(x) // 300)] = -np.inf
+    return x
+
+
+KINDS = {  # of normal numbers and a source of random ones
+    "normal": lambda x, r: x,
+    "ties": lambda x, r: np.sign(x) * np.round(np.abs(x) * 3),
+    "equal": lambda x, r: np.full_like(x, -1.5),
+    "zeros": lambda x, r: np.where(r.rand(len(x)) < 0.5, np.float32(-0.0), np.float32(0)),
+    "few": lambda x, r: np.where(r.rand(len(x)) > 0.001, np.float32(-0.0), x),
+    "denormal": lambda x, r: x * np.float32(2.0**-140),
+    "huge block": lambda x, r: np.r_[
+        x[: len(x) // 3], x[len(x) // 3 : len(x) // 2] * np.float32(1e30), x[len(x) // 2 :]
+    ],
+    "rising": lambda x, r: np.sort(x**2),
+    "falling": lambda x, r: np.sort(x**2)[::-1],
+    "not finite": with_not_finite,
+    "periodic": lambda x, r: np.where(np.arange(len(x)) % 16, x, np.float32(100)),  # a sample sees only these elements
+}
+
+
 def numbers(n, kind):
     r = np.random.RandomState(n)
-    x = r.standard_normal(n).astype(np.float32)
-    if kind == "ties":
-        x = np.sign(x) * np.round(np.abs(x) * 3)
-    elif kind == "equal":
-        x[:] = -1.5
-    elif kind == "zeros":
-        x = np.where(r.rand(n) < 0.5, np.float32(-0.0), np.float32(0))
-    elif kind == "few":
-        x[r.rand(n) > 0.001] = -0.0
-    elif kind == "denormal":
-        x *= np.float32(2.0**-140)
-    elif kind == "huge block":
-        x[n // 3 : n // 2] *= np.float32(1e30)
-    elif kind in ("rising", "falling"):
-        x = np.sort(x**2)[:: 1 if kind == "rising" else -1]
-    elif kind == "not finite":
-        x[r.randint(0, n, 1 + n // 30)] = np.nan
-        x[r.randint(0, n, 1 + n // 300)] = -np.inf
-    elif kind == "periodic":  # a sample sees only these elements
-        x[::16] = 100
-    return np.ascontiguousarray(x)
-
-
-KINDS = (
-    "normal",
-    "ties",
-    "equal",
-    "zeros",
-    "few",
-    "denormal",
-    "huge block",
-    "rising",
-    "falling",
-    "not finite",
-    "periodic",
-)
+    return np.ascontiguousarray(KINDS[kind](r.standard_normal(n).astype(np.float32), r))
 
 
 @pytest.mark.parametrize(
@@ -89,15 +84,13 @@ def test_exact_takes_the_largest_and_of_equal_ones_the_first(n, ratio):
         total = leaf + residual
         array = normal(n, seed=1)
         out, with_feedback, new, cleared = run(x, leaf, residual, array)
-        at, of_total = largest(x, k), largest(total, k)
-        expected, given = np.zeros_like(x), np.zeros_like(x)
-        expected[at], given[of_total] = x[at], total[of_total]
-        assert_same_bytes(out, expected)
+        given = top(total, k)
+        assert_same_bytes(out, top(x, k))
         assert_same_values(with_feedback, given)
         # Elements that are not sent remain in the residual. Elements that are not finite leave the residual unchanged.
         finite = np.isfinite(total)
         assert_same_bytes(new, np.where(finite, np.where(finite, total, 0) - np.where(finite, given, 0), residual))
-        np.testing.assert_array_equal(cleared, np.where(np.isin(np.arange(n), at), 0, array))
+        np.testing.assert_array_equal(cleared, np.where(np.isin(np.arange(n), largest(x, k)), 0, array))
 
 
 @pytest.mark.parametrize(("n", "count"), [(5000, 100), (300_001, 290_000)])
@@ -115,11 +108,7 @@ def test_exact_of_much(n):
     """The threshold that a small sample suggests may be smaller than all elements."""
     x = numbers(n, "normal")
     for ratio in (0.3, 0.6, 0.6742, 0.75, 0.8, 0.9, 0.95, 0.999):
-        out = cgx.roundtrip(x, TopK(ratio))
-        expected = np.zeros_like(x)
-        at = largest(x, TopK(ratio).capacity(n))
-        expected[at] = x[at]
-        assert_same_bytes(out, expected)
+        assert_same_bytes(cgx.roundtrip(x, TopK(ratio)), top(x, TopK(ratio).capacity(n)))
 
 
 @pytest.mark.parametrize(
@@ -208,23 +197,16 @@ def test_a_sum_of_lists_loses_nothing():
     layout = Layout(codec, ((n,),), ("float32",))
     xs = [normal(n, seed=r) for r in range(ranks)]
     payloads = jnp.concatenate([ops.encode(layout, [x]) for x in xs])
-    expected = np.zeros(n, np.float32)
-    for x in xs:
-        at = largest(x, 100)
-        expected[at] += np.asarray(x)[at]
+    expected = np.float32(sum(top(x, 100) for x in xs))
     assert_same_bytes(ops.reduce(layout, payloads)[0], expected)
     of_sum = layout.of_sum(ranks)
     assert of_sum.codec == TopK(0.01, lists=4) and of_sum.codec.capacity(n) == 400
     most = TopK(0.01, lists=2**40).of_sum(ranks)
     assert most.capacity(n) == n and TopK(0.01, lists=2**20).of_sum(2).lists == 2**21
     assert_same_bytes(ops.decode(of_sum, ops.reduce_encoded(layout, payloads)[None])[0], expected)
-    top = dataclasses.replace(layout, codec=TopK(0.01, pull="top"))
-    best = np.zeros(n, np.float32)
-    at = largest(expected, 100)
-    best[at] = expected[at]
-    lost = jnp.zeros(n)
-    total, (lost,) = ops.reduce_fed(top, payloads, [lost])
-    assert_same_bytes(ops.decode(top, total[None])[0], best)
+    pulled, best = dataclasses.replace(layout, codec=TopK(0.01, pull="top")), top(expected, 100)
+    total, (lost,) = ops.reduce_fed(pulled, payloads, [jnp.zeros(n)])
+    assert_same_bytes(ops.decode(pulled, total[None])[0], best)
     assert_same_bytes(lost, expected - best)
 
 
@@ -278,19 +260,14 @@ def test_the_largest_piece_has_sizes():
     )
 
 
+CORRELATED = cgx.MaxMin(rounding="correlated")
 WHAT_IS_REFUSED = {
     "TopK": [
         (lambda: TopK(1.5), ValueError, "ratio", "1.5"),
         (lambda: TopK("1"), TypeError, "ratio", "'1'"),
         (lambda: TopK(values=TopK()), ValueError, "values", "TopK("),
         (lambda: TopK(values=cgx.PowerSGD(2)), ValueError, "values", "PowerSGD(rank=2)"),
-        (
-            lambda: TopK(values=cgx.MaxMin(rounding="correlated")),
-            ValueError,
-            "values",
-            "MaxMin(bits=4",
-            'rounding="stochastic"',
-        ),
+        (lambda: TopK(values=CORRELATED), ValueError, "values", "MaxMin(bits=4", 'rounding="stochastic"'),
         (lambda: TopK(values=4), TypeError, "values", "4"),
         (lambda: TopK(select="best"), ValueError, "select", "'best'"),
         (lambda: TopK(select=[]), ValueError, "select", "[]"),
