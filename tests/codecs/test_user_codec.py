@@ -52,17 +52,14 @@ def test_what_a_subclass_of_a_built_in_codec_changes_counts():
     assert not (codes & 0x11).any() and (np.asarray(cgx.encode(x, cgx.MaxMin(4, 64)))[16:] & 0x11).any()
 
 
-def test_a_codec_without_its_methods_says_so():
+def test_a_codec_without_its_methods_or_code_bits_says_so():
     class Nothing(cgx.Codec):
         pass
 
-    with pytest.raises(NotImplementedError, match="Nothing.code_bytes"):
-        cgx.encode(jnp.zeros(3), Nothing())
-
-
-def test_a_codec_without_code_bits_says_so():
     class Widthless(GridCodec):
         bucket_size = 8
 
+    with pytest.raises(NotImplementedError, match="Nothing.code_bytes"):
+        cgx.encode(jnp.zeros(3), Nothing())
     with pytest.raises(ValueError, match="Widthless.code_bits: expected the number of bits .* got 0; set it"):
         cgx.encode(jnp.zeros(3), Widthless())
