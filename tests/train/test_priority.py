@@ -91,9 +91,12 @@ def test_the_bits_are_those_of_the_plain_step(case):
 
 
 def test_what_is_pending():
+    """A plain step refuses it."""
     state, *_ = train(finish=False, overlap=cgx.Priority(), donate=False)
     assert state.pending.grads["a"].shape == (4, 8, 8) and state.pending.ticket is None
     assert state.pending.order == (0, 2, 1)  # the last layer is ready first
+    with raises(ValueError, says("train.step", "state", got="one whose gradients", remedy="finish")):
+        make().step(state, BATCHES[1])
 
 
 def test_after_finish_a_state_is_like_a_fresh_one():
@@ -114,10 +117,3 @@ def test_finish_says_nothing_of_what_it_drops():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step.finish(state)
-
-
-def test_a_plain_step_refuses_what_is_pending():
-    step = make(overlap=cgx.Priority())
-    state, _ = step.step(step.init(PARAMS), BATCHES[0])
-    with raises(ValueError, says("train.step", "state", got="one whose gradients", remedy="finish")):
-        make().step(state, BATCHES[1])
