@@ -142,15 +142,9 @@ def test_auxiliary_outputs_of_each_example(accumulate):
 
     def loss(w, batch):
         out = batch["x"] @ w
-        aux = {
-            "out": out,
-            "turned": out.T,
-            "y": batch["y"],
-            "n": 8,
-            "mean": out.mean(),
-            "square": out.T @ out / len(out),
-        }
-        return (out**2).mean(), aux | {"hits": (batch["y"] == 0).sum(), "flag": jnp.bool_(True)}
+        aux = {"out": out, "turned": out.T, "y": batch["y"], "n": 8, "mean": out.mean()}
+        aux |= {"square": out.T @ out / len(out), "hits": (batch["y"] == 0).sum(), "flag": jnp.bool_(True)}
+        return (out**2).mean(), aux
 
     specs = {"out": None, "turned": P(None, "data"), "y": None, "n": P(), "mean": None, "square": None}
     train = make(loss, has_aux=True, accumulate=accumulate, aux_specs=specs | {"hits": "sum", "flag": "first"})

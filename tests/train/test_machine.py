@@ -63,15 +63,10 @@ def loop_of(how, ranks, plans, options):
         compressed = optax.chain(cgx.compress_gradients("data", exchange, axis_size=ranks), optimizer)
         state = compressed.init(params)
         specs = cgx.state_specs(state, "data")
+        mapped = dict(in_specs=(P(), specs, P("data")), out_specs=(P(), specs), check_vma=how == "check_vma")
 
         @jax.jit
-        @functools.partial(
-            jax.shard_map,
-            mesh=mesh,
-            in_specs=(P(), specs, P("data")),
-            out_specs=(P(), specs),
-            check_vma=how == "check_vma",
-        )
+        @functools.partial(jax.shard_map, mesh=mesh, **mapped)
         def step(params, state, grads):
             updates, state = compressed.update(jax.tree.map(lambda g: g[0], grads), state, params)
             return optax.apply_updates(params, updates), state
@@ -169,9 +164,8 @@ class Loop(RuleBasedStateMachine):
                 np.testing.assert_allclose(mean, wanted[k], **near, err_msg=f"mean of {k}")
                 shards = [as_bits(shard.data) for shard in params[k].addressable_shards]
                 assert all((shards[0] == shard).all() for shard in shards), f"replicas of {k} differ"
-                moved = np.where(
-                    np.isfinite(mean), self.params[k] - np.float32(RATE) * np.asarray(mean), self.params[k]
-                )
+                change = np.where(np.isfinite(mean), np.float32(RATE) * np.asarray(mean), np.float32(0))
+                moved = self.params[k] - change
                 np.testing.assert_allclose(params[k], moved, **near, err_msg=f"parameter {k}")
             self.params = self.model.params = {k: np.asarray(x) for k, x in params.items()}
             self.adopt(near)
