@@ -14,10 +14,9 @@ from helpers import FULL, as_bits
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from model import Model
-from training import mesh_of
+from training import mesh_of, place
 
 import jaxcgx as cgx
 
@@ -71,9 +70,7 @@ def loop_of(how, ranks, plans, options):
             updates, state = compressed.update(jax.tree.map(lambda g: g[0], grads), state, params)
             return optax.apply_updates(params, updates), state
 
-    placed = lambda tree: jax.device_put(
-        tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), cgx.state_specs(tree, "data"))
-    )
+    placed = lambda tree: place(tree, cgx.state_specs(tree, "data"), ranks)
     return placed(state), step, placed
 
 
