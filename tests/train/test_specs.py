@@ -55,8 +55,7 @@ def test_specs_that_programs_have(ranks):
     mesh = mesh_of(AxisType.Auto, ("data", 2), ("model", 2))
     specs = {"w": P(None, "model"), "b": P("model")}
     params = jax.tree.map(lambda x, spec: place(mesh, x, spec), PARAMS, specs)
-    tuples = {name: tuple(spec) for name, spec in specs.items()}
-    whole = {"w": (None, "model"), "b": ()}
+    tuples, whole = {name: tuple(spec) for name, spec in specs.items()}, {"w": (None, "model"), "b": ()}
     for given in (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), tuples, whole):
         f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), param_specs=given, ranks=ranks)
         _, grads = found = f(params, place(mesh, X))
@@ -151,9 +150,8 @@ def test_an_argument_that_is_no_example():
     with raises(ValueError, says("value_and_grad", "batch_specs", remedy="keyword")):
         cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=specs)(PARAMS, *batch, scale=scale)
     with raises(ValueError, says("value_and_grad", "batch_specs")):
-        f = cgx.value_and_grad(
-            classes_fn, "data", cgx.Raw(), batch_specs=(P("data"), {"y": P("data"), "scale": P(), "z": P()})
-        )
+        of_z = {"y": P("data"), "scale": P(), "z": P()}  # no argument is called z
+        f = cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=(P("data"), of_z))
         f(PARAMS, batch[0], y=batch[1], scale=scale)
     f = cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=(*specs, {"scale": P()}), mesh=mesh)
     close(jax.jit(f)(PARAMS, X, y, scale=scale), expected)
