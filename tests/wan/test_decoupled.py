@@ -32,6 +32,8 @@ SGD = optax.sgd(1.0)  # one object, so that programs are shared
 ALONE = pytest.mark.filterwarnings("ignore:Decoupled.join. this center begins without others")
 LIMIT = 60  # seconds, after which a center counts as hung
 A, B = Version(3, 9, 1), Version(4, 12, 2)
+sent = lambda place, version=A: Contribution(version, 1.0, bytes([place]))
+ports = lambda count: [f"127.0.0.1:{free_port()}" for _ in range(count)]
 
 
 # Agreement without a network
@@ -44,30 +46,20 @@ def assembly(place=0, others=(1, 2)):
     return made
 
 
-def sent(place, version=A):
-    return Contribution(version, 1.0, bytes([place]))
-
-
-def test_the_chair_decides_when_all_have_sent():
-    found = assembly()
-    found.contribute(0, sent(0))
-    found.contribute(2, sent(2))
-    assert found.decide(now=0) is None
-    found.contribute(1, sent(1))
-    decision = found.decide(now=1)
-    assert [place for place, _ in decision.members] == [0, 1, 2]
-    assert list(found.outcome()) == [0, 1, 2]
-    assert found.decide(now=2) is None  # a round is decided only once
-
-
-def test_a_round_waits_for_its_quorum_and_then_as_long_as_the_grace():
+@pytest.mark.parametrize("all_have_sent", [False, True])
+def test_a_round_waits_for_its_quorum_and_then_for_all_or_as_long_as_the_grace(all_have_sent):
     found = assembly()
     found.contribute(0, sent(0))
     assert not found.gathers(now=0) and found.decide(now=100) is None
     found.contribute(2, sent(2))
     assert found.gathers(now=100)
     assert found.decide(now=104.9) is None
-    assert [place for place, _ in found.decide(now=105).members] == [0, 2]
+    if all_have_sent:
+        found.contribute(1, sent(1))
+    members = [0, 1, 2] if all_have_sent else [0, 2]
+    assert [place for place, _ in found.decide(now=104.9 if all_have_sent else 105).members] == members
+    assert list(found.outcome()) == members
+    assert found.decide(now=106) is None  # a round is decided only once
 
 
 @pytest.mark.parametrize("behind", [1, 2])
@@ -81,8 +73,7 @@ def test_nobody_waits_for_a_center_that_has_gone_or_is_far_behind(behind):
     if behind == 1:
         assert found.decide(now=0) is None
         found.contribute(3, sent(3))
-    expected = [0, 2, 3] if behind == 1 else [0, 2]
-    assert [place for place, _ in found.decide(now=0).members] == expected
+    assert [place for place, _ in found.decide(now=0).members] == ([0, 2, 3] if behind == 1 else [0, 2])
 
 
 def test_the_chair_is_the_center_with_the_most_contributions():
@@ -132,6 +123,7 @@ def test_contributions_to_the_next_round_are_kept():
 
 SHAPES = {"w": (6, 4), "embed": (5, 3), "b": (4,)}
 OUTER = [{name: np.float32(normal(shape, 10 + i)) for name, shape in SHAPES.items()} for i in range(4)]
+mean = lambda name: (3 * OUTER[0][name] + OUTER[2][name]) / 4
 
 
 def averaged(average, spoil=False):
@@ -140,14 +132,9 @@ def averaged(average, spoil=False):
     rows = [packing.pack({name: jnp.asarray(x) for name, x in each.items()}, None)[0] for each in OUTER]
     if spoil:
         rows[3] = packing.pack({name: jnp.full(x.shape, jnp.nan) for name, x in OUTER[3].items()}, None)[0]
-    weights = jnp.float32([3, 0, 1, 5 if spoil else 0])
-    means, some = jax.jit(packing.average)(jnp.stack(rows), weights)
+    means, some = jax.jit(packing.average)(jnp.stack(rows), jnp.float32([3, 0, 1, 5 if spoil else 0]))
     assert some
     return dict(zip(sorted(SHAPES), map(np.asarray, means)))
-
-
-def mean(name):
-    return (3 * OUTER[0][name] + OUTER[2][name]) / 4
 
 
 def test_radial_average():
@@ -165,10 +152,6 @@ def test_an_outer_gradient_that_is_not_finite_does_not_count():
 
 
 # Centers as threads
-
-
-def ports(count):
-    return [f"127.0.0.1:{free_port()}" for _ in range(count)]
 
 
 def decoupled(count, **options):
@@ -200,8 +183,7 @@ def steps(params, member, place, count=2, tokens=1):
 
 def together(joined, tokens=(1, 1, 1)):
     """Returns the [(params, member)] after two steps of all centers at the same time."""
-    runs = [functools.partial(steps, *one, place, tokens=tokens[place]) for place, one in enumerate(joined)]
-    return at_once(*runs)
+    return at_once(*(functools.partial(steps, *one, i, tokens=tokens[i]) for i, one in enumerate(joined)))
 
 
 def leave(joined):
@@ -209,8 +191,7 @@ def leave(joined):
 
 
 def assert_agree(joined):
-    versions = {member._held.version for _, member in joined}
-    assert len(versions) == 1
+    assert len({member._held.version for _, member in joined}) == 1
     for _, member in joined[1:]:
         assert_same_trees(member.params, joined[0][1].params)
 
@@ -472,6 +453,8 @@ def test_a_step_waits_for_one_round(monkeypatch):
     assert member.last.centers == (1,) and member.last.number == 1 and member._steps == 2 and not member._sent
     steps(params, member, 0, count=1)
     assert member.last.number == 2 and member._steps == 3
+    with raises(ValueError, says("Member.step", "params", at="leaf ['w']", got="float32[6]")):
+        member.step(params | {"w": params["w"][:, 0]})
     member.leave()
 
 
@@ -493,8 +476,7 @@ TERMS = {
 @ALONE
 @pytest.mark.parametrize("row", rows(TERMS))
 def test_a_center_with_other_terms_is_told(row):
-    skip = cgx.Plan(cgx.Raw(), [cgx.Rule(cgx.Skip(), path="frozen")])
-    first, second = decoupled(2, quorum=1, grace=0.1, plan=skip)
+    first, second = decoupled(2, quorum=1, grace=0.1, plan=cgx.Plan(cgx.Raw(), [("frozen", cgx.Skip())]))
     own, member = first.join(FROZEN)
 
     def join(other):
@@ -543,47 +525,32 @@ def test_missing_centers_are_named():
 
 def test_another_list_of_addresses():
     first, second = decoupled(2, quorum=1, grace=LIMIT)
-    port = second.hosts[1][1]
-    words = says("Decoupled.join", "addresses", remedy="the same")
-    other = dataclasses.replace(second, addresses=[first.addresses[0], f"localhost:{port}"])
-    with raises(ValueError, words):
+    other = dataclasses.replace(second, addresses=[first.addresses[0], f"localhost:{second.hosts[1][1]}"])
+    with raises(ValueError, says("Decoupled.join", "addresses", remedy="the same")):
         join([first, other])
 
 
 PER_RANK = optax.chain(cgx.compress_gradients("dc", cgx.MaxMin(4)), optax.sgd(1.0))
+WITH_COUNT = PARAMS | {"n": jnp.array([1, 2**24 + 1])}  # in float32, an average of integers would round them
+joining = lambda params=PARAMS, **given: lambda: decoupled(2, **given)[0].join(params)
 BAD_INPUT = {
     "Decoupled": [
-        (dict(outer=PER_RANK), ValueError, "outer", "one with", "plan"),
-        (dict(plan=cgx.PowerSGD(2)), ValueError, "plan"),
-        (dict(weights=[1.0, 2.0]), ValueError, "weights", "[1.0, 2.0]"),
-        (dict(average=lambda path, x: "median"), ValueError, "average", "the function's answer 'median'"),
-    ]
+        (joining(outer=PER_RANK), ValueError, "outer", "one with", "plan"),
+        (joining(plan=cgx.PowerSGD(2)), ValueError, "plan"),
+        (joining(weights=[1.0, 2.0]), ValueError, "weights", "[1.0, 2.0]"),
+        (joining(average=lambda path, x: "median"), ValueError, "average", "the function's answer 'median'"),
+    ],
+    "Decoupled.join": [(joining(WITH_COUNT), ValueError, "params ['n']", "int32[2]", "freeze it")],
 }
-test_bad_input = table(BAD_INPUT, lambda given: decoupled(2, **given)[0].join(PARAMS))
+test_bad_input = table(BAD_INPUT)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"], ids=["port in use", "address of another machine"])
 def test_an_address_that_is_not_free(host):
     with socket.create_server(("127.0.0.1", 0)) as used:
         address = f"{host}:{used.getsockname()[1]}"
-        words = says("Decoupled.join", "addresses", got=repr(address), remedy="'place'")
-        with raises(OSError, words):
+        with raises(OSError, says("Decoupled.join", "addresses", got=repr(address), remedy="'place'")):
             cgx.wan.Decoupled(addresses=[address, "127.0.0.1:1"], place=0).join(PARAMS)
-
-
-def test_only_numbers_of_floating_point_are_trained():
-    """In float32, an average of integers would round them."""
-    words = says("Decoupled.join", "params", at="leaf ['n']", got="int32[2]", remedy="freeze it")
-    with raises(ValueError, words):
-        decoupled(2)[0].join(PARAMS | {"n": jnp.array([1, 2**24 + 1])})
-
-
-@ALONE
-def test_parameters_of_a_step():
-    ((params, member),) = join(decoupled(2, grace=0.01)[:1])
-    with raises(ValueError, says("Member.step", "params", at="leaf ['w']", got="float32[6]")):
-        member.step(params | {"w": params["w"][:, 0]})
-    member.leave()
 
 
 # A center with several processes
