@@ -53,8 +53,7 @@ def test_a_manager_with_anchors(tmp_path):
 def test_another_run_begins_with_an_anchor(tmp_path):
     trees = list(trained())
     for step, tree in enumerate(trees[:2]):
-        handler = checkpoints.handler(tmp_path / "patches")
-        with ocp.Checkpointer(handler) as checkpointer:
+        with ocp.Checkpointer(checkpoints.handler(tmp_path / "patches")) as checkpointer:
             checkpointer.save(tmp_path / str(step), args=checkpoints.Save(tree))
             for each in range(step + 1):
                 got = checkpointer.restore(tmp_path / str(each), args=checkpoints.Restore(tree))

@@ -26,6 +26,7 @@ RANK = pathlib.Path(__file__).with_name("subscriber_rank.py")
 TREE = {"w": np.zeros((4, 8), jnp.bfloat16), "step": np.zeros((), np.int32)}
 EVENTS = {"publish": 8, "latest": 8, "restart": 1, "join": 2, "leave": 1, "hurt": 3, "fail": 1}  # and how often
 KINDS = ("numpy", "rows", "columns", "one", "default")  # where subscribers want their arrays
+file_of = lambda publisher, path, version: path / str(File(version, publisher._run, anchor=False))
 
 
 def changed(tree, rng):
@@ -151,10 +152,6 @@ def made(path, count, subscriber=True, **options):
     return publisher, follower
 
 
-def file_of(publisher, path, version):
-    return path / str(File(version, publisher._run, anchor=False))
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -172,14 +169,13 @@ def test_a_chain_with_a_hole(tmp_path, change, why):
     file.write_bytes(change(file.read_bytes(), before.read_bytes())) if change else file.unlink()
     with pytest.warns(UserWarning, match=f"version 3: version 5 can't be made: {why}; ask for version 7, the next"):
         assert subscriber.latest()["w"][0] == 3
-    again = subscriber.latest()  # it has warned
-    assert again is subscriber.latest()
+    assert subscriber.latest() is subscriber.latest()  # it has warned
     with raises(TimeoutError, says("Subscriber.latest", expected="version 7 within 0 s", got="3: version 5 can't be")):
         subscriber.latest(7)
     for value in 6, 7:
         publisher.publish({"w": np.full(40, value, np.float32)})
     assert subscriber.latest(7)["w"][0] == 7 and subscriber._why == "a patch on the way is missing"
-    subscriber.close()
+    subscriber.close(), publisher.close()
 
 
 def absent(*_):
@@ -295,18 +291,6 @@ def test_processes_get_the_same_version(tmp_path):
     port = free_port()
     with Processes(*([RANK, port, rank, tmp_path] for rank in range(2))) as ranks:
         assert [rank.wait() for rank in ranks.running] == [0, 0]
-
-
-def test_in_the_background(tmp_path):
-    """It waits for the first version, and what it returns can't be changed by accident."""
-    with (
-        cgx.patch.Publisher(tmp_path) as publisher,
-        cgx.patch.Subscriber(tmp_path, TREE, every=0.01, timeout=60) as subscriber,
-    ):
-        for number in range(1, 4):
-            publisher.publish(jax.tree.map(lambda x, number=number: x + np.asarray(number, x.dtype), TREE))
-            found = subscriber.latest(number)
-            assert found["step"] == number and not found["w"].flags.writeable
 
 
 @pytest.mark.parametrize("number", [0, 2])

@@ -117,9 +117,8 @@ def test_donated_arrays_that_are_tied_or_unaligned():
 
 
 def test_shardings_stay_and_do_not_count():
-    mesh = make_mesh()
     whole = jnp.arange(64, dtype=jnp.bfloat16).reshape(8, 8)
-    old = jax.device_put(whole, NamedSharding(mesh, P("data")))
+    old = jax.device_put(whole, NamedSharding(make_mesh(), P("data")))
     patch = encode(old, whole * 1.01)
     assert (patch.old, patch.new) == (checksum(whole), checksum(np.asarray(whole * 1.01)))
     got = apply(old, patch)
@@ -222,14 +221,13 @@ def test_any_words(engine, width, kind):
         news = [patches.change(rng, old, share, kind) for old in olds]
         parts = [words.Part(*part) for part in engine.encode(olds, news)]
         compared = [i for i, n in enumerate(lengths) if n in in_jnp and engine is not words]
-        reference = words.encode([olds[i] for i in compared], [news[i] for i in compared])
-        assert [parts[i] for i in compared] == reference
+        assert [parts[i] for i in compared] == words.encode([olds[i] for i in compared], [news[i] for i in compared])
         digests = [words.digest_of(x) for x in olds], [words.digest_of(x) for x in news]
         assert digests == ([part.old for part in parts], [part.new for part in parts])
         for part, new in zip(parts, news):
             assert len(part.blocks) <= new.nbytes and len(part.heads) == 6 * -(-new.size // BLOCK)
-            sizes = words.block_sizes(np.frombuffer(part.heads, words.HEAD), new.size, width)
-            assert sizes.sum() == len(part.blocks)
+            heads = np.frombuffer(part.heads, words.HEAD)
+            assert words.block_sizes(heads, new.size, width).sum() == len(part.blocks)
         made = [x.copy() for x in olds]
         heads, blocks = [part.heads for part in parts], [part.blocks for part in parts]
         assert engine.apply(heads, blocks, made, made) == ([0] * len(olds), digests[1])  # in place
