@@ -30,20 +30,10 @@ def trace(f, check_vma=True):
     jax.make_jaxpr(run)(normal(64), normal(8))
 
 
-def psum(x, axis="a", plan=CODEC, **kwargs):
-    return cgx.compressed_psum(x, axis, plan, **kwargs)
-
-
-def scatter(x, plan=CODEC, **kwargs):
-    return cgx.compressed_psum_scatter(x, "a", plan, **kwargs)
-
-
-def gather(x, plan=CODEC, **kwargs):
-    return cgx.compressed_all_gather(x, "a", plan, **kwargs)
-
-
-def exchange(x, split=0, concat=0, **kwargs):
-    return cgx.compressed_all_to_all(x, "a", split, concat, CODEC, **kwargs)
+psum = lambda x, axis="a", plan=CODEC, **kwargs: cgx.compressed_psum(x, axis, plan, **kwargs)
+scatter = lambda x, plan=CODEC, **kwargs: cgx.compressed_psum_scatter(x, "a", plan, **kwargs)
+gather = lambda x, plan=CODEC, **kwargs: cgx.compressed_all_gather(x, "a", plan, **kwargs)
+exchange = lambda x, split=0, concat=0, **kwargs: cgx.compressed_all_to_all(x, "a", split, concat, CODEC, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -92,30 +82,14 @@ def test_wordings(f, error, text):
 
 
 SAME = "one that is the same on every rank of 'a'"
-TREE = planned(CODEC, schedule="tree")
 RING = planned(CODEC, schedule="ring")
 ALL, AXES, BOTH = cgx.TopK(0.05), ("a", "b"), {"a": CODEC, "b": CODEC}
 HALF, SKIPS = lambda x: x.astype(jnp.bfloat16), cgx.Plan(cgx.Skip())
-
-
-def fed(x, residuals):
-    return psum({"a": x, "b": x.astype(jnp.int32)}, carry=cgx.Carry(residuals))
-
-
-def moving(x, momentum, plan=CODEC):
-    return psum({"w": x}, plan=plan, carry=cgx.Carry({"w": x}, {"w": momentum}))
-
-
-def of_reduced_gradients(x, s):
-    return jax.grad(lambda w: psum(jax.grad(lambda w: (w * x).sum())(w)).sum())(s)
-
-
-def with_a_key_of_its_own(x, s):
-    return psum(x, plan=STOCHASTIC, key=jax.random.fold_in(KEY, jax.lax.axis_index("a")))
-
-
-def slices_of_nodes(x, s):
-    return cgx.compressed_psum_scatter(x, AXES, BOTH, carry=cgx.Carry(x), tiled=True)
+fed = lambda x, residuals: psum({"a": x, "b": x.astype(jnp.int32)}, carry=cgx.Carry(residuals))
+moving = lambda x, momentum, plan=CODEC: psum({"w": x}, plan=plan, carry=cgx.Carry({"w": x}, {"w": momentum}))
+of_reduced_gradients = lambda x, s: jax.grad(lambda w: psum(jax.grad(lambda w: (w * x).sum())(w)).sum())(s)
+with_a_key_of_its_own = lambda x, s: psum(x, plan=STOCHASTIC, key=jax.random.fold_in(KEY, jax.lax.axis_index("a")))
+slices_of_nodes = lambda x, s: cgx.compressed_psum_scatter(x, AXES, BOTH, carry=cgx.Carry(x), tiled=True)
 
 
 def sync(s, residuals=None, plan=CODEC, **options):
@@ -134,10 +108,7 @@ CALLS = {
         (lambda x, s: psum({"w": s}), ValueError, "x ['w']", SAME, "jax.lax.pcast("),
         (lambda x, s: psum(psum(x, "b"), ("a", "b")), ValueError, "x", "one that is the same on every rank of 'b'"),
         (of_reduced_gradients, ValueError, "x", SAME, "reduced"),
-        (lambda x, s: psum(x, 3), ValueError, "axis_name", "3"),
         (lambda x, s: psum(x, [["a"]]), ValueError, "axis_name", "[['a']]"),
-        (lambda x, s: psum(x, ()), ValueError, "axis_name", "()"),
-        (lambda x, s: psum(x, ("a", "a")), ValueError, "axis_name", "('a', 'a')"),
         (lambda x, s: psum(x, mesh(4, 2)), TypeError, "axis_name", "a mesh, Mesh", "'a'"),
         (lambda x, s: psum(x, "a", {0: CODEC, 5: CODEC}), ValueError, "plan", "", "schedule"),
         (lambda x, s: psum(x, ("a", "b"), {"a": CODEC}), ValueError, "plan", "{'a'", "'b'"),
@@ -145,12 +116,9 @@ CALLS = {
         (lambda x, s: psum(x, ("a", "b"), {"a": CODEC, "b": "raw"}), TypeError, "plan", "'raw'"),
         (lambda x, s: psum(x, plan=cgx.MaxMin), TypeError, "plan", "<class 'jaxcgx.codecs.maxmin.MaxMin'>"),
         (lambda x, s: psum(x, plan=STOCHASTIC), ValueError, "key", "None", "key=jax.random.key(...)"),
-        (lambda x, s: psum(x, plan=STOCHASTIC, key=7), TypeError, "key", "7"),
         (lambda x, s: psum(x, plan=STOCHASTIC, key=jnp.zeros(3, jnp.uint32)), TypeError, "key", "uint32[3]"),
-        (lambda x, s: psum(x, plan=STOCHASTIC, key=jax.random.split(KEY)), ValueError, "key", "an array"),
         (with_a_key_of_its_own, ValueError, "key", "one that varies over 'a'"),
         (lambda x, s: psum({"rng": KEY, "x": x}), TypeError, "x ['rng']", "key<fry>[]", "jax.random.key_data(key)"),
-        (lambda x, s: psum("x"), TypeError, "x", "'x'"),
         (lambda x, s: psum({"w": [x, object]}), TypeError, "x ['w'][1]", "<class 'object'>"),
         # Plans
         (lambda x, s: psum(x, plan=cgx.Plan(CODEC, [("nothing", cgx.Raw())])), ValueError, "plan", "none for Rule("),
@@ -173,14 +141,13 @@ CALLS = {
     "compressed_psum_scatter": [
         (lambda x, s: scatter({"w": s}, tiled=True), ValueError, "x ['w']", SAME),
         (lambda x, s: scatter(jax.random.split(KEY, 4)), TypeError, "x", "key<fry>[4]", "jax.random.key_data(key)"),
-        (lambda x, s: scatter(x, TREE, tiled=True), ValueError, "plan", "tree"),
+        (lambda x, s: scatter(x, planned(CODEC, schedule="tree"), tiled=True), ValueError, "plan", "tree"),
         (lambda x, s: scatter(x, planned(CODEC, leader=True), tiled=True), ValueError, "plan", "leader=True"),
         (lambda x, s: scatter(x, RING, carry=cgx.Carry(x), tiled=True), ValueError, "plan", '"ring"', '"two_shot"'),
         (lambda x, s: scatter(x, planned(ALL, schedule="ring"), tiled=True), ValueError, "plan"),
         (lambda x, s: scatter(x, backward_plan=SKIPS, tiled=True), ValueError, "backward_plan", "one", "leave"),
         (slices_of_nodes, ValueError, "plan", "a codec per axis"),
         (lambda x, s: scatter(x[:7], tiled=True), ValueError, "scatter_dimension", "float32[7]"),
-        (lambda x, s: scatter(x, scatter_dimension=1), ValueError, "scatter_dimension", "1"),
         (lambda x, s: scatter(x.sum()), ValueError, "scatter_dimension", "0"),
         (lambda x, s: scatter(x, scatter_dimension="rows"), TypeError, "scatter_dimension", "'rows'"),
     ],
