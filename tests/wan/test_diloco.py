@@ -22,11 +22,8 @@ from jaxcgx.wan.diloco.fragments import cut
 
 # Numbers with few bits, so that their sums and products are exact in any order. None is -0, because sums may turn it
 # into +0.
-PARAMS = {
-    "w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0,
-    "b": jnp.round(4 * normal((4,), 2)) / 4 + 0,
-    "s": jnp.float32(0.5),
-}
+few_bits = lambda shape, seed: jnp.round(4 * normal(shape, seed)) / 4 + 0
+PARAMS = {"w": few_bits((6, 4), 1), "b": few_bits((4,), 2), "s": jnp.float32(0.5)}
 X = np.round(4 * np.asarray(normal((12, 8, 6), 3))) / 4  # batches of 8 examples
 INNER = optax.sgd(0.25)
 NESTEROV = optax.sgd(0.5, momentum=0.5, nesterov=True)
@@ -48,8 +45,7 @@ def mesh_of(centers=2, local=1, kind=AxisType.Auto):
 
 def trainer(rounds, mesh=None, loss=quadratic, optimizer=INNER, axis=None, **options):
     mesh = mesh or mesh_of()
-    sharding = cgx.Sharding(axis or mesh.axis_names)
-    return cgx.make_train_step(loss, optimizer, mesh, rounds, sharding=sharding, **options)
+    return cgx.make_train_step(loss, optimizer, mesh, rounds, sharding=cgx.Sharding(axis or mesh.axis_names), **options)
 
 
 def run(train, steps=8, state=None, batch=lambda t: X[t % len(X)]):
@@ -101,6 +97,7 @@ class Transcription:
 
 WHOLE = {"w": ..., "b": ..., "s": ...}
 HALVES = [{"w": slice(0, 3), "b": ...}, {"w": slice(3, 6), "s": ...}]  # the two fragments of PARAMS
+bf16 = lambda x: np.float32(jnp.asarray(x, jnp.bfloat16))
 # Only outer gradients are rounded.
 BF16 = dict(plan=cgx.Plan.every(cgx.Cast("bfloat16"), schedule="one_shot", own="encoded"))
 
@@ -205,8 +202,7 @@ def test_hfa_to_the_bit():
         if t % 4 == 0:
             expected.step(expected.moved(WHOLE), WHOLE, rate=1.0, momentum=0.0)
         rows = {name: np.stack([own[name] for own in expected.own]) for name in PARAMS}
-        found = state.params, state.exchange.params.rows
-        assert_trees(np.testing.assert_array_equal, found, (expected.outer, rows))
+        assert_trees(np.testing.assert_array_equal, (state.params, state.exchange.params.rows), (expected.outer, rows))
     traced, other = jax.jit(lambda *args: train.step(*args)), train.init(PARAMS)
     for x in X[:9]:
         other, _ = traced(other, x)
@@ -234,16 +230,13 @@ def test_streaming_to_the_bit():
         assert_same_trees(params, expected.outer)
     rows = {name: np.stack([own[name] for own in expected.own]) for name in PARAMS}
     assert_same_trees(state.exchange.params.rows, rows)
-    metrics = got[-1][1]
-    for p, telemetry in enumerate(metrics.telemetry.outer):
+    for p, telemetry in enumerate(got[-1][1].telemetry.outer):
         np.testing.assert_allclose((telemetry.gain, telemetry.rho), rho[p], rtol=1e-4)
 
 
 def test_eager_fragments_of_centers_of_two_ranks_keep_what_compression_loses():
     """Two ranks share a center's batch. A fragment's residuals are what bfloat16 lost of its outer gradients."""
-    train = trainer(diloco(optax.sgd(0.5), every=4, fragments=2, eager=True, **BF16), mesh_of(2, 2))
-    got, state = run(train, 10)
-    bf16 = lambda x: np.float32(jnp.asarray(x, jnp.bfloat16))
+    got, state = run(trainer(diloco(optax.sgd(0.5), every=4, fragments=2, eager=True, **BF16), mesh_of(2, 2)), 10)
     expected, means = Transcription(), {}
     start, lost = jax.tree.map(np.copy, expected.own), jax.tree.map(np.zeros_like, expected.own)
     for t, (params, _) in enumerate(got, 1):
@@ -270,8 +263,7 @@ def test_eager_fragments_of_centers_of_two_ranks_keep_what_compression_loses():
 def test_pulseloco_sends_what_the_forward_pass_sees(local, ratio):
     """Parameters near 16 have bfloat16 neighbors at 1/8. Most changes are smaller, and add up until they are seen."""
     params = jax.tree.map(lambda x: x + 16, PARAMS)
-    plan = cgx.Plan.every(cgx.TopK(ratio))
-    rounds = cgx.wan.PULSELoCo(plan, every=2, outer=NESTEROV)
+    rounds = cgx.wan.PULSELoCo(cgx.Plan.every(cgx.TopK(ratio)), every=2, outer=NESTEROV)
     train = trainer(rounds, mesh_of(local=local), optimizer=optax.sgd(2**-6))
     got, state = run(train, 12, train.init(params), lambda t: X[t % len(X)] + 16)
     # XLA drops a conversion to bfloat16 and back, as before a comparison on GPUs, but not one of bits.
@@ -279,7 +271,6 @@ def test_pulseloco_sends_what_the_forward_pass_sees(local, ratio):
     assert "ui16" in text and not re.search("compare +NE.*bf16", text)
     expected, shares = Transcription(params, X + 16, 2**-6), []
     lost = jax.tree.map(np.zeros_like, expected.own)
-    bf16 = lambda x: np.float32(jnp.asarray(x, jnp.bfloat16))
     largest = lambda x: np.asarray(cgx.roundtrip(jnp.asarray(x), cgx.TopK(ratio)))
     for t, (found, _) in enumerate(got, 1):
         expected.train()
@@ -307,16 +298,6 @@ def test_what_float16_holds_only_as_infinity_travels():
     assert all((got[0][0][name] != params[name]).all() for name in PARAMS)
 
 
-def test_a_state_goes_on_in_another_step():
-    """The number of its steps is the state's, not that of the calls. Outer parameters change in the third step."""
-    first, second = (trainer(diloco(NESTEROV, every=3), mesh_of(2), donate=False) for _ in range(2))
-    _, before = run(first, 2)
-    _, here = run(first, 1, before)
-    _, there = run(second, 1, before)
-    assert_same_trees(there, here)
-    assert (there.params["w"] != before.params["w"]).all()
-
-
 @pytest.mark.parametrize("given", [dict(overlap=1), dict(eager=True)], ids=lambda x: next(iter(x)))
 def test_results_that_are_not_applied_yet_on_another_number_of_centers(given, tmp_path):
     """What all centers share and the sum of residuals stay exact. A center's own parameters become their mean.
@@ -341,19 +322,13 @@ def test_results_that_are_not_applied_yet_on_another_number_of_centers(given, tm
 @pytest.mark.parametrize("number", [1, 3, 7])
 def test_every_element_is_in_one_fragment(number):
     """This includes leaves that are larger than a fragment, tiny or empty."""
-    tree = {
-        "huge": jnp.zeros((10, 1000)),
-        "tall": jnp.zeros((1, 3000)),
-        "bias": jnp.zeros(3),
-        "scalar": jnp.zeros(()),
-        "empty": jnp.zeros((0, 5)),
-        **{f"layer{i}": jnp.zeros((9, 40 + i)) for i in range(9)},
-    }
+    shapes = dict(huge=(10, 1000), tall=(1, 3000), bias=(3,), scalar=(), empty=(0, 5))
+    shapes |= {f"layer{i}": (9, 40 + i) for i in range(9)}
+    tree = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     fragments = cut("Diloco", tree, jax.tree.map(lambda _: False, tree), number)
     ones, total = jax.tree.map(jnp.ones_like, tree), jax.tree.map(jnp.zeros_like, tree)
     for fragment in fragments:
-        here = fragment.put(jax.tree.map(jnp.zeros_like, tree), fragment.take(ones))
-        total = jax.tree.map(jnp.add, total, here)
+        total = jax.tree.map(jnp.add, total, fragment.put(jax.tree.map(jnp.zeros_like, tree), fragment.take(ones)))
     assert_same_trees(total, ones)
     sizes = [sum(x.size for x in jax.tree.leaves(fragment.take(tree))) for fragment in fragments]
     assert max(sizes) <= max(3000, 1.1 * sum(sizes) / number)
@@ -366,9 +341,8 @@ def test_every_element_is_in_one_fragment(number):
 def test_pieces_have_the_codec_of_their_leaf(given):
     """Guards and rules look at whole leaves. A leaf is as compressed in many pieces as in one."""
     tree = {name: jnp.zeros((64, 64)) for name in "abcd"} | {"bias": jnp.zeros((32, 16))}
-    plan = cgx.Plan(cgx.MaxMin(4), **given)
     for number in 1, 32:
-        state = trainer(diloco(every=32, plan=plan, fragments=number)).init(tree)
+        state = trainer(diloco(every=32, plan=cgx.Plan(cgx.MaxMin(4), **given), fragments=number)).init(tree)
         fed = sum(x[0].size for each in parts(state)[0] for x in jax.tree.leaves(each.residuals))
         assert fed == 4 * 64 * 64  # the bias is raw
 
@@ -376,10 +350,8 @@ def test_pieces_have_the_codec_of_their_leaf(given):
 def test_fragments_draw_different_noise():
     """Each fragment has an equal leaf and key, but its own number. The first one has the noise of a single fragment."""
     tree, plan = {name: jnp.zeros((8, 64)) for name in "ab"}, cgx.MaxMin(2, 64, "stochastic")
-    keys = lambda number: [
-        np.asarray(each.key).tolist()
-        for each in parts(trainer(diloco(every=4, plan=plan, fragments=number)).init(tree))[1]
-    ]
+    shared = lambda number: parts(trainer(diloco(every=4, plan=plan, fragments=number)).init(tree))[1]
+    keys = lambda number: [np.asarray(each.key).tolist() for each in shared(number)]
     (whole,), (first, second, *others) = keys(1), keys(4)
     assert first == whole and len({*map(tuple, (first, second, *others))}) == 4
 
@@ -420,8 +392,7 @@ def test_nothing_is_sent_between_exchanges():
     """Collectives are in branches, or in programs of their own. Between centers they carry bytes."""
     train = compressed(local=1)
     program = train.step.lower(train.init(WIDE), DATA).compile().as_text()
-    entry = program[program.index("\nENTRY") :]
-    assert ("all-gather", "u8") in sent(program) and not sent(entry)
+    assert ("all-gather", "u8") in sent(program) and not sent(program[program.index("\nENTRY") :])
     step, *exchanges = (each.as_text() for each in train.step.programs(train.init(WIDE), batch=DATA))
     assert not sent(step) and set.union(*map(sent, exchanges)) == sent(program)
 
@@ -429,11 +400,8 @@ def test_nothing_is_sent_between_exchanges():
 def test_noise_of_restored_centers(tmp_path):
     """All centers have the same batch. With the bits of a new run, their noise differs."""
     plan = cgx.Plan(cgx.MaxMin(2, 8, rounding="stochastic"), min_size=0)
-    batch = jax.random.normal(jax.random.key(3), (4, 8))
-
-    def make(centers):
-        mesh = mesh_of(centers, 2)
-        return trainer(diloco("sgd", inside=plan), mesh, lambda params, x: ((x @ params) ** 2).mean(), donate=False)
+    batch, loss = jax.random.normal(jax.random.key(3), (4, 8)), lambda params, x: ((x @ params) ** 2).mean()
+    make = lambda centers: trainer(diloco("sgd", inside=plan), mesh_of(centers, 2), loss, donate=False)
 
     def centers_after_a_step(train, state):
         state, _ = train.step(state, np.tile(batch, (len(state.exchange.params.rows), 1)))
@@ -441,8 +409,7 @@ def test_noise_of_restored_centers(tmp_path):
 
     first, state = make(2).init(normal((8, 16), 4)), make(4).init(normal((8, 16), 4))
     save(tmp_path / "two", first)
-    states = state, cgx.restore_state(tmp_path / "two", state)
-    new, restored = (centers_after_a_step(make(4), each) for each in states)
+    new, restored = (centers_after_a_step(make(4), x) for x in (state, cgx.restore_state(tmp_path / "two", state)))
     np.testing.assert_array_equal(restored, new)
     assert all(np.abs(row - new[0]).max() > 1e-3 for row in new[1:])
 
@@ -487,8 +454,7 @@ def test_other_centers_and_ranks_send_what_hfa_held_back(tmp_path):
 
 
 def test_an_exchange_in_progress_has_not_begun_on_other_ranks():
-    keys = jax.random.split(jax.random.key(0))
-    waiting = Waiting(np.ones(2, bool), [np.ones((2, 5), np.float32), keys])
+    waiting = Waiting(np.ones(2, bool), [np.ones((2, 5), np.float32), jax.random.split(jax.random.key(0))])
     state = ExchangeState(OfCenter({"w": np.ones((2, 4), np.float32)}, None, waiting), None)
     moved = cgx.reshard_state(state, 3).own.waiting
     assert moved.begun.tolist() == [False] * 3 and moved.arrays[0].shape == (3, 5) and not moved.arrays[0].any()
@@ -570,17 +536,14 @@ def test_forms():
     assert 16 < 4 * 2**24 / cgx.wan.PULSELoCo().plan.default.wire_bytes((2**24,), jnp.float32) < 17
     assert mu.plan.default == cgx.MaxMin(2)
     assert (sparse.decay, mu.every) == (0.95, 30)
-    train = trainer(sparse)
-    _, state = run(train, 1)
-    residuals = parts(state)[0][0].residuals
+    _, state = run(trainer(sparse), 1)
     outer_step = jax.tree.map(lambda x, y: np.asarray(x - y), PARAMS, state.params)
     own = Transcription()
     own.train()
-    mean = own.moved(WHOLE)
     # The sent part and the residuals add up to the outer gradients.
     for name in ("w", "b"):
-        kept = np.asarray(residuals[name]).mean(0) / 0.95
-        np.testing.assert_allclose(outer_step[name] + kept, mean[name], rtol=1e-5, atol=1e-6)
+        kept = np.asarray(parts(state)[0][0].residuals[name]).mean(0) / 0.95
+        np.testing.assert_allclose(outer_step[name] + kept, own.moved(WHOLE)[name], rtol=1e-5, atol=1e-6)
     pier = cgx.wan.Pier(cgx.Raw(), every=9, rounds=10, warmup=0.2, decay_from=0.6)
     state, momenta = pier.optimizer.init(PARAMS), []
     for _ in range(11):
@@ -643,8 +606,8 @@ ACT = {**PARAMS, "act": jnp.tanh}
 
 def test_axes_may_be_a_list():
     """If each rank were a center, a codec inside would be an error."""
-    sharding = cgx.Sharding(["dc", "local"])
-    step_of(mesh_or_comm=mesh_of(2, 2), sharding=sharding, exchange=diloco(inside=cgx.MaxMin(4)))()
+    exchange = diloco(inside=cgx.MaxMin(4))
+    step_of(mesh_or_comm=mesh_of(2, 2), sharding=cgx.Sharding(["dc", "local"]), exchange=exchange)()
 
 
 ERRORS = {
