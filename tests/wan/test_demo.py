@@ -62,14 +62,13 @@ def test_as_its_paper_has_it():
 def test_a_coefficient_of_zero_counts_if_it_is_sent(values):
     """If all coefficients are sent, the update is the mean over all ranks of what left their momenta."""
     gradients = normal((4, 5, 13), 1).at[1].set(0.0)
-    mesh = mesh_of(4)
 
     def step(g):
         optimizer = cgx.compress_gradients("data", cgx.wan.Demo(k=65, values=values))
         tree = {"w": g[0], "b": g[0, 0, 0], "empty": jnp.zeros((0, 3))}
         return optimizer.update(tree, optimizer.init(tree))
 
-    found, state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=(P(), ROWS)))(gradients)
+    found, state = jax.jit(jax.shard_map(step, mesh=mesh_of(4), in_specs=P("data"), out_specs=(P(), ROWS)))(gradients)
     np.testing.assert_allclose(found["w"], (gradients - state.own.momentum["w"]).mean(0), atol=1e-5)
     np.testing.assert_allclose(found["b"], (gradients[:, 0, 0] - state.own.momentum["b"]).mean(), atol=1e-5)
     assert values == cgx.Raw() or np.any(state.own.momentum["w"])

@@ -1,6 +1,5 @@
 """Tests differential transmission: what travels when, what is conserved, and what is refused."""
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -17,6 +16,7 @@ from helpers import FULL, mesh_with
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks, whole_numbers
 from started import Processes, free_port
+from training import loss_fn
 
 import jaxcgx as cgx
 from jaxcgx.wan.geomx import differential
@@ -28,6 +28,7 @@ SHAPES = {"bias": (5,), "short": (3, 4), "wide": (9, 11)}
 SHARES = {"short": 1, "wide": 6}  # round(0.5 * blocks)
 GRADS = {name: np.asarray(whole_numbers((STEPS, RANKS, *s), i)) for i, (name, s) in enumerate(SHAPES.items())}
 MEANS = {name: g.mean(1) for name, g in GRADS.items()}
+params = lambda: {"w": jnp.asarray(whole_numbers((64, 32), 5)) / 16, "b": jnp.zeros(32)}
 
 
 def updates_of(how, losses=None, names=tuple(SHAPES)):
@@ -94,8 +95,7 @@ def test_the_steps_are_those_of_numpy(rest):
         np.testing.assert_array_equal([blocks(x) for x in updates[name]], expected)
         np.testing.assert_array_equal(updates[name][0], MEANS[name][0])  # the first exchange has all blocks
         np.testing.assert_array_equal(expected.sum(0) + left.mean(0), sum(map(blocks, MEANS[name])))
-        held = (state.pending if rest == "defer" else state.residuals)[name]
-        np.testing.assert_array_equal(held.sum(), left.sum())
+        np.testing.assert_array_equal((state.pending if rest == "defer" else state.residuals)[name].sum(), left.sum())
         assert (np.abs(updates[name][1]).reshape(-1) > 0).sum() <= SHARES[name] * BLOCK
 
 
@@ -138,8 +138,7 @@ def few(monkeypatch):
 
 def test_an_adaptive_share_follows_the_loss(few):
     how = Differential(cgx.Raw(), k=0.9, block_bytes=4 * BLOCK, rest="drop", adaptive=0.2, keep=False)
-    losses = 4.0, 4.0, 2.0, 0.1, float("nan"), 8.0
-    updates, _ = updates_of(how, losses=losses, names=("wide",))
+    updates, _ = updates_of(how, losses=(4.0, 4.0, 2.0, 0.1, float("nan"), 8.0), names=("wide",))
     # 0.9; 0.45, rounded up to 0.67; 0.2; without a loss, or above the first loss, it is k
     assert list(map(len, sent_blocks(updates, "wide"))) == [13, 12, 9, 3, 12, 12]
 
@@ -147,16 +146,7 @@ def test_an_adaptive_share_follows_the_loss(few):
 def test_a_deferred_rest_of_an_adaptive_share(few):
     how = Differential(cgx.Raw(), k=0.9, block_bytes=4 * BLOCK, adaptive=0.2)
     updates, state = updates_of(how, losses=(4.0, 4.0, 2.0, 0.1, 1.0, 4.0), names=("wide",))
-    total = updates["wide"].sum() + state.pending["wide"].mean(0).sum()
-    assert total == MEANS["wide"].sum()
-
-
-def params():
-    return {"w": jnp.asarray(whole_numbers((64, 32), 5)) / 16, "b": jnp.zeros(32)}
-
-
-def loss_fn(params, x):
-    return ((jnp.tanh(x @ params["w"] + params["b"]) - x.mean(-1, keepdims=True)) ** 2).mean()
+    assert updates["wide"].sum() + state.pending["wide"].mean(0).sum() == MEANS["wide"].sum()
 
 
 def test_training_over_two_centers():
@@ -237,15 +227,13 @@ def test_a_rank_that_dies_among_late_blocks(late):
     assert any(f"rank {len(late) - 1}" in error for error in errors)
 
 
-HOW = Differential(cgx.Raw(), block_bytes=256)
 LED = cgx.Plan({"a": cgx.MaxMin(8), "b": cgx.Raw()}, leader=True)
-LATE = Differential(cgx.Raw(), k=0.5, block_bytes=256, rest="late-is-lost")
 
 
 def over(axis, plan=cgx.Raw()):
     """Traces an exchange whose late blocks are lost."""
     over_ranks = mesh(2, 2) if isinstance(axis, tuple) else mesh(2)
-    exchange = dataclasses.replace(LATE, plan=plan)
+    exchange = Differential(plan, k=0.5, block_bytes=256, rest="late-is-lost")
     transformation = cgx.compress_gradients(axis, exchange, axis_size=over_ranks.size)
     update = lambda g: transformation.update(g, transformation.init(g))[0]
     jax.jit(on_ranks(update, over_ranks)).trace({"w": jnp.ones((*over_ranks.devices.shape, 64, 32))})
@@ -258,14 +246,11 @@ def without_a_loss():
 
 
 def step_of(**options):
-    train = over_centers(HOW, **options)
+    train = over_centers(Differential(cgx.Raw(), block_bytes=256), **options)
     train.step(train.init(params()), np.ones((8, 64), np.float32))
 
 
-def shards():
-    step_of(axis="data", params={"w": P("model", None), "b": P()}, data=2, model=2)
-
-
+SHARDS = dict(axis="data", params={"w": P("model", None), "b": P()}, data=2, model=2)
 BAD_INPUT = {
     "Differential": [
         (lambda: over("a"), ValueError, "rest", "over ('a',)", "jaxcgx.Tcp(axis)"),
@@ -275,6 +260,6 @@ BAD_INPUT = {
         (without_a_loss, TypeError, "value", "nothing", "value=loss"),
         (lambda: step_of(axis=("dc", "local"), dc=1, local=2), ValueError, "axis", "one"),
     ],
-    "make_train_step": [(shards, ValueError, "exchange .pending['w']", "one with")],
+    "make_train_step": [(lambda: step_of(**SHARDS), ValueError, "exchange .pending['w']", "one with")],
 }
 test_bad_input = table(BAD_INPUT)

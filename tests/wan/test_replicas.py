@@ -21,7 +21,6 @@ from jaxcgx.wan.geomx import differential
 AXES = "dc", "local"
 CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # each rank draws its own noise
 BETWEEN = cgx.Plan({"dc": CODEC, "local": cgx.Raw()}, min_size=0)
-INNER = optax.sgd(0.1, momentum=0.9)
 CENTERS = 3
 TREES = Overlay((Tree((-1, 0, 1), 2), Tree((1, -1, 1), 1)))  # the first one is a chain
 OVERLAYS = TREES, Overlay((Tree((2, 0, -1), 1),)), Overlay.owners(CENTERS, [2, 1, 1])
@@ -83,11 +82,9 @@ def test_replicas_agree(technique, monkeypatch):
     batches = random.standard_normal((6, 12, 40), np.float32)
     params = {"w": random.standard_normal((40, 30), np.float32), "v": random.standard_normal(30, np.float32)}
     exchange, options = TECHNIQUES[technique]
-    optimizer = optax.sgd(0.1) if isinstance(exchange, cgx.BSC) else INNER
-    trains = [
-        cgx.make_train_step(loss_fn, optimizer, mesh, each, sharding=cgx.Sharding(AXES), **options)
-        for each in (exchange if isinstance(exchange, list) else [exchange])
-    ]
+    optimizer = optax.sgd(0.1, momentum=None if isinstance(exchange, cgx.BSC) else 0.9)
+    make = lambda each: cgx.make_train_step(loss_fn, optimizer, mesh, each, sharding=cgx.Sharding(AXES), **options)
+    trains = list(map(make, exchange if isinstance(exchange, list) else [exchange]))
     state = trains[0].init(params)
     for batch, train in zip(batches, itertools.cycle(trains)):
         state, _ = train.step(state, batch)

@@ -20,6 +20,7 @@ from jaxcgx.wan.overlays.topology import ENOUGH, LinkRates
 
 RATE, SIZE = 1e7, 4e6  # bytes per second, bytes of a message
 RING = Overlay.ring(range(4))
+drawn = lambda n, seed: np.random.default_rng(seed).uniform(0.1, 1, (n, n))
 
 
 def with_slow(what, ranks=4, rate=RATE):
@@ -65,12 +66,11 @@ class Simulated(Topology):
 @pytest.mark.parametrize(("first", "second"), [(1, 2), ((0, 1), (2, 3)), ((0, 1), (1, 2))], ids=str)
 def test_it_follows_a_slow_link(shape, first, second):
     """After at most ten probes it is within 1.2 of the best for any seed, and much faster than the fixed ring."""
-    build = search.SHAPES[shape]
     for seed in range(8):
         topology = Simulated(shape=shape, seed=seed)
         for slow in (first, second):
             topology.real, before = with_slow(slow), topology.probes
-            best = search.seconds(build(topology.real), topology.real)
+            best = search.seconds(search.SHAPES[shape](topology.real), topology.real)
             for _ in range(40):
                 topology.step()
                 if search.seconds(topology.overlay, topology.real) <= 1.2 * best:
@@ -128,9 +128,8 @@ def test_steps():
 
 def test_a_codec_that_can_not_go_along_trees_is_an_error_of_the_first_step():
     loss_fn = lambda params, batch: (params["w"] * batch[:, None]).sum()
-    make = lambda overlay: cgx.make_train_step(
-        loss_fn, optax.sgd(0.1), mesh(4), cgx.BSC(size_bound=4, schedule=overlay), sharding=cgx.Sharding("a")
-    )
+    given, sharding = (loss_fn, optax.sgd(0.1), mesh(4)), cgx.Sharding("a")
+    make = lambda overlay: cgx.make_train_step(*given, cgx.BSC(size_bound=4, schedule=overlay), sharding=sharding)
     topology = Simulated()
     assert topology.overlay.depth == 1
     train = topology.steps(make)
@@ -231,8 +230,7 @@ def test_pairs_to_probe():
             assert sorted(rank for pair in pairs for rank in pair) == [0, 1, 2, 3]
             measured(links, *pairs, *[pair[::-1] for pair in pairs])
         assert links.known.all()
-    firsts = {tuple(sorted(links.pairs(random))) for _ in range(50)}
-    assert len(firsts) == 3  # known links are chosen at random
+    assert len({tuple(sorted(links.pairs(random))) for _ in range(50)}) == 3  # known links are chosen at random
 
 
 def test_a_pair_with_one_unknown_direction_is_probed_first():
@@ -240,10 +238,6 @@ def test_a_pair_with_one_unknown_direction_is_probed_first():
     measured(links, *({*itertools.permutations(range(4), 2)} - {(1, 0), (3, 2)}))
     for seed in range(10):
         assert sorted(links.pairs(np.random.default_rng(seed))) == [(0, 1), (2, 3)]
-
-
-def drawn(n, seed):
-    return np.random.default_rng(seed).uniform(0.1, 1, (n, n))
 
 
 @pytest.mark.parametrize("shape", search.SHAPES)
@@ -301,10 +295,7 @@ def test_trees_are_near_the_best_packing(seed):
 @pytest.mark.parametrize("n, seed", [(4, 0), (5, 1), (6, 2), (7, 3)])
 def test_the_slowest_link_of_the_ring_is_the_fastest_that_it_can_be(n, seed):
     links = search.both(drawn(n, seed))
-
-    def slowest(order):
-        return min(links[i, j] for i, j in zip(order, [*order[1:], order[0]]))
-
+    slowest = lambda order: min(links[i, j] for i, j in zip(order, [*order[1:], order[0]]))
     best = max(slowest((0, *order)) for order in itertools.permutations(range(1, n)))
     order = search.best_order(links)
     assert sorted(order) == list(range(n)) and slowest(order) == best
@@ -328,7 +319,6 @@ def test_owners_keep_all_lines_busy_as_long():
 
 
 def test_seconds_counts_links_and_lines():
-    star = Overlay((Tree((-1, 0, 0)),))
     rates = np.array([[1, 4, 2], [4, 1, 1], [2, 1, 1.0]])
     # Line 0 has rate 4 and carries two messages; link 0-2 has rate 2 and carries one.
-    assert search.seconds(star, rates) == pytest.approx(0.5)
+    assert search.seconds(Overlay((Tree((-1, 0, 0)),)), rates) == pytest.approx(0.5)
