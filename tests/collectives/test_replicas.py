@@ -21,10 +21,7 @@ TREE = {d: jnp.asarray(np.arange(60).reshape(5, 12) % 2, d) for d in DTYPES}
 
 def check(change, tree=TREE, check_vma=True):
     """Runs check_replicas on `change(tree, rank)`."""
-
-    def step(tree):
-        return cgx.check_replicas(change(tree, lax.axis_index(AXES)), AXES)
-
+    step = lambda tree: cgx.check_replicas(change(tree, lax.axis_index(AXES)), AXES)
     return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=P(), out_specs=P(), check_vma=check_vma))(tree)
 
 
@@ -65,24 +62,15 @@ def test_bits_count(change):
     assert found.differs.tolist() == [[False, True, False, False]]
 
 
-def test_same_nans_agree():
-    assert check(lambda tree, rank: tree, {"x": jnp.asarray([jnp.nan, jnp.inf])}).agree
-
-
 def test_over_one_axis():
     """Shards of a tensor-parallel leaf differ over 'b'. Its replicas over 'a' agree."""
-
-    def step(x):
-        return cgx.check_replicas(x, "a").agree[None]
-
-    x = jnp.arange(8.0)
-    run = jax.jit(jax.shard_map(step, mesh=MESH, in_specs=P("b"), out_specs=P("b")))
-    assert run(x).all()
+    step = lambda x: cgx.check_replicas(x, "a").agree[None]
+    assert jax.jit(jax.shard_map(step, mesh=MESH, in_specs=P("b"), out_specs=P("b")))(jnp.arange(8.0)).all()
 
 
-def test_nothing_to_check():
-    assert check(lambda tree, rank: tree, {}).agree
-    assert check(lambda tree, rank: tree, {"x": jnp.zeros((0, 3))}).agree
+def test_same_nans_and_no_elements_agree():
+    for tree in {"x": jnp.asarray([jnp.nan, jnp.inf])}, {}, {"x": jnp.zeros((0, 3))}:
+        assert check(lambda tree, rank: tree, tree).agree
 
 
 def test_random_keys():
@@ -110,13 +98,9 @@ def test_flax_dynamic_scale(overflows):
     exec(pages.programs("docs/training")[11], names)
     x, y = names["batch"]
     batch = x.at[5, 0].set(jnp.inf) if overflows else x, y  # of rank 1
-    step = jax.shard_map(
-        lambda *given: jax.tree.map(lambda x: x[None], names["step"](*given)),
-        mesh=pages.make_mesh(),
-        in_specs=(P(), P(), P("data")),
-        out_specs=P("data"),
-        check_vma=False,
-    )
+    of_rank = lambda *given: jax.tree.map(lambda x: x[None], names["step"](*given))
+    specs = dict(in_specs=(P(), P(), P("data")), out_specs=P("data"), check_vma=False)
+    step = jax.shard_map(of_rank, mesh=pages.make_mesh(), **specs)
     params, scale, _ = jax.jit(step)(names["params"], scaling.DynamicScale(scale=8.0), batch)
     assert (scale.scale == (4 if overflows else 8)).all() and (scale.fin_steps == (0 if overflows else 1)).all()
     for name, x in params.items():
