@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_trees, normal, planned
+from helpers import assert_same_trees, each_codec, normal, planned
 from ranks import assert_same_on_all_ranks, mesh, on_ranks
 
 import jaxcgx as cgx
@@ -81,15 +81,10 @@ def test_what_is_not_finite_on_one_rank_makes_exactly_its_bucket_nan_everywhere(
 ENCODED = [dict(own="encoded", schedule="two_shot"), dict(schedule="one_shot")]
 
 
-@pytest.mark.parametrize(
-    "codec", [STOCHASTIC, cgx.MaxMin(4, 100), cgx.Cast("bfloat16", rounding="stochastic")], ids=str
-)
+@pytest.mark.parametrize("codec", **each_codec([STOCHASTIC, cgx.MaxMin(4, 100), cgx.Cast("bfloat16", "stochastic")]))
 def test_with_own_encoded_bits_do_not_depend_on_messages(codec):
     """All leaves are in one message, or a few in each, or one in each. So chunks are cut at different places."""
-
-    def f(t):
-        return [[one_axis(t, codec, fusion_mb=mb, **fields) for mb in (64, 0.002, 1e-6)] for fields in ENCODED]
-
+    f = lambda t: [[one_axis(t, codec, fusion_mb=mb, **fields) for mb in (64, 0.002, 1e-6)] for fields in ENCODED]
     for one, few, alone in on_ranks(f, mesh(3))(tree(3)):
         assert_same_trees(one, few)
         assert_same_trees(one, alone)
@@ -113,6 +108,5 @@ def test_nor_in_hierarchies(leader):
 def test_sums_of_16_bit_leaves_stay_in_float32_across_a_hierarchy(inner, leader):
     """Eight times 30,000 is too large for a float16. The mean isn't."""
     plan = planned({"a": cgx.MaxMin(4), "b": inner}, schedule="two_shot", leader=leader)
-    f = lambda x: cgx.compressed_pmean(x, ("a", "b"), plan)
     x = jnp.full((2, 4, 600), 30000, jnp.float16)
-    np.testing.assert_array_equal(on_ranks(f, mesh(2, 4))(x), x)
+    np.testing.assert_array_equal(on_ranks(lambda x: cgx.compressed_pmean(x, ("a", "b"), plan), mesh(2, 4))(x), x)

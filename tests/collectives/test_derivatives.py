@@ -77,10 +77,8 @@ def test_vmap_with_an_axis_name():
 def test_two_axes(codec, check_vma):
     """Each case has its own gradient: invarying gathers, and sums of all schedules, by shards and by leaders."""
     x = whole_numbers((2, 2, 4, 8, 12))
-    cases = {
-        **SOME,
-        "all_gather": [dict(axis=0), dict(axis=1, tiled=True)] + [dict(axis=2, tiled=True, to="invarying")] * check_vma,
-    }
+    cases = SOME | {"all_gather": [dict(axis=0), dict(axis=1, tiled=True)]}
+    cases["all_gather"] += [dict(axis=2, tiled=True, to="invarying")] * check_vma
     one_each = {f"{op} {kwargs}": {op: [kwargs]} for op in cases for kwargs in cases[op]}
 
     def gradients(plain):
@@ -89,10 +87,7 @@ def test_two_axes(codec, check_vma):
 
     schedules, leaders = ("two_shot", "one_shot", "ring", "gather"), [False, True][: 1 + isinstance(codec, dict)]
     plans = [planned(codec, schedule=schedule, leader=leader) for schedule in schedules for leader in leaders]
-
-    def sums(x):
-        return [jax.grad(lambda x: weighted(cgx.compressed_pmean(x, ("a", "b"), plan)))(x) for plan in plans]
-
+    sums = lambda x: [jax.grad(lambda x: weighted(cgx.compressed_pmean(x, ("a", "b"), plan)))(x) for plan in plans]
     lax_gradients = on_ranks(gradients(plain=True), mesh(2, 2), check_vma)(x)
     assert_same(on_ranks(gradients(plain=False), mesh(2, 2), check_vma)(x), lax_gradients)
     for got in on_ranks(sums, mesh(2, 2), check_vma)(x):
@@ -122,8 +117,7 @@ def test_some_leaves_of_a_message(check_vma):
         rest = {"n": x[0, 0].astype(jnp.int32), "empty": x[:0]}
         loss = lambda x: weighted(cgx.compressed_psum({"x": x, "y": y * y, **rest}, "a", EXACT)["x"])
         gathered = lambda x, y: cgx.compressed_all_gather((x, y.astype(jnp.bfloat16), 2 * x), "a", EXACT)
-        both = lambda x, y: weighted(gathered(x, y)[::2])
-        return jax.grad(loss)(x), jax.grad(both, (0, 1))(x, y)
+        return jax.grad(loss)(x), jax.grad(lambda x, y: weighted(gathered(x, y)[::2]), (0, 1))(x, y)
 
     def plain(x, y):
         return (
@@ -136,12 +130,9 @@ def test_some_leaves_of_a_message(check_vma):
 
 
 def test_jacobians():
-    x = whole_numbers((2, 3))
+    x, sums = whole_numbers((2, 3)), [lambda x: cgx.compressed_psum(x, "a", EXACT), lambda x: lax.psum(x, "a")]
     for derivative in (jax.jacfwd, jax.jacrev, lambda f: jax.hessian(lambda x: f(x) ** 2)):
-        got, plain = (
-            jax.jit(derivative(jax.vmap(f, axis_name="a")))(x)
-            for f in (lambda x: cgx.compressed_psum(x, "a", EXACT), lambda x: lax.psum(x, "a"))
-        )
+        got, plain = (jax.jit(derivative(jax.vmap(f, axis_name="a")))(x) for f in sums)
         np.testing.assert_array_equal(got, plain)
 
 
@@ -150,19 +141,16 @@ def test_jacobians():
 def test_a_codec_for_each_direction(op, check_vma):
     """With 2 bits forward and no compression backward, the gradient of a linear loss is lax's for any values."""
     kwargs = dict(split_axis=0, concat_axis=0, tiled=True) if op == "all_to_all" else dict(tiled=True)
-    weights = normal((4, 32, 6), 1)
     lossy, raw = cgx.MaxMin(2, 64), cgx.Raw()
 
     def body(x, w):
-        def gradient(f):
-            return jax.value_and_grad(lambda x: (f(x) * w[: f(x).shape[0]]).sum())(x)
-
+        gradient = lambda f: jax.value_and_grad(lambda x: (f(x) * w[: f(x).shape[0]]).sum())(x)
         compressed = functools.partial(getattr(cgx, f"compressed_{op}"), axis_name="a", **kwargs)
         forward = lambda x: compressed(x, plan=lossy, backward_plan=raw)
         backward = lambda x: compressed(x, plan=raw, backward_plan=lossy)
         return [gradient(f) for f in (lambda x: getattr(lax, op)(x, "a", **kwargs), forward, backward)]
 
-    found = on_ranks(body, mesh(4), check_vma)(normal((4, 8, 6)), weights)
+    found = on_ranks(body, mesh(4), check_vma)(normal((4, 8, 6)), normal((4, 32, 6), 1))
     (value, gradient), (lossy_value, same), (same_value, lossy_gradient) = found
     np.testing.assert_allclose(same, gradient, rtol=1e-6, atol=1e-6)  # except for the order of the summation
     np.testing.assert_allclose(same_value, value, rtol=1e-5)
@@ -189,8 +177,7 @@ def test_backward_messages_are_compressed(check_vma):
 
 def test_a_payload_has_no_derivative():
     """Its gradient would be zero, in silence. What isn't differentiated may be encoded inside of a loss."""
-    loss = lambda x, move: (move(x) * x).sum()
     by_hand = lambda x: cgx.decode(lax.ppermute(cgx.encode(x, EXACT), "a", ring(4)), EXACT, x.shape, x.dtype)
-    grad = lambda move: on_ranks(jax.grad(lambda x: loss(x, move)), mesh(4))(X)
+    grad = lambda move: on_ranks(jax.grad(lambda x: (move(x) * x).sum()), mesh(4))(X)
     refused("encode", lambda: grad(by_hand), TypeError, "x", "one that is", "cgx.roundtrip cgx.compressed_ppermute")
     grad(lambda x: by_hand(lax.stop_gradient(x)))

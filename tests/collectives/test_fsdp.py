@@ -18,10 +18,7 @@ MESH = mesh_of(RANKS)
 W = {"a": normal((64, 48), 0), "b": normal((48, 32), 1)}
 X = normal((RANKS * 8, 64), 2)
 CHECKS = pytest.mark.parametrize("check_vma", [True, False])
-
-
-def loss(w, x):
-    return (jnp.tanh(x @ w["a"]) @ w["b"]).var()
+loss = lambda w, x: (jnp.tanh(x @ w["a"]) @ w["b"]).var()
 
 
 def mean_gradient(w):
@@ -59,9 +56,7 @@ def test_nothing_gathered_is_saved(codec, check_vma):
 
     @functools.partial(jax.shard_map, mesh=ranks.mesh(2, 2), in_specs=P(axes), out_specs=P(axes), check_vma=check_vma)
     def step(shards, x):
-        def local(shards, x):
-            return loss(cgx.compressed_all_gather(shards, axes, codec, tiled=True, axis=-2), x)
-
+        local = lambda shards, x: loss(cgx.compressed_all_gather(shards, axes, codec, tiled=True, axis=-2), x)
         grads = {}
         for name, policy in policies.items():
             f = local if policy is None else jax.remat(local, policy=policy)

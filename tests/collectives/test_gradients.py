@@ -25,16 +25,13 @@ PARAMS = {
     "z": jnp.arange(3),  # the last leaf, so the others have the same numbers, and so the same noise, without it
 }
 X = normal((RANKS * 8, 30), 2)
+floats = lambda tree: {k: x for k, x in tree.items() if k != "z"}
 CHECKS = pytest.mark.parametrize("check_vma", [True, False])
 
 
 def loss(params, x):
     h = jnp.tanh(x @ params["w1"] + params["b1"])
     return ((h @ params["w2"].astype(jnp.float32)) ** 2).mean()
-
-
-def floats(tree):
-    return {k: x for k, x in tree.items() if k != "z"}
 
 
 def on_mesh(function, check_vma, out=P()):
@@ -72,16 +69,14 @@ def test_local_gradients_are_not_reduced(check_vma):
     assert "psum" not in str(jax.make_jaxpr(on_mesh(grad, check_vma, P("data")))(PARAMS, X))
     value, grads = on_mesh(step, check_vma, P("data"))(PARAMS, X)
     for r in range(RANKS):
-        shard = X[8 * r : 8 * r + 8]
         np.testing.assert_allclose(value[r], loss(PARAMS, X), rtol=1e-6)
-        for k, g in plain(PARAMS, shard).items():
+        for k, g in plain(PARAMS, X[8 * r : 8 * r + 8]).items():
             np.testing.assert_allclose(np.float32(grads[k][r]), np.float32(g), rtol=1e-2, atol=1e-5)
 
 
 @CHECKS
 def test_gradients_of_a_rank_take_what_value_and_grad_takes(check_vma):
-    def f(a, b, x):
-        return (a * b * x).sum(), {"aux": x.sum()}
+    f = lambda a, b, x: ((a * b * x).sum(), {"aux": x.sum()})
 
     def step(params, x):
         gradients_of = cgx.value_and_grad(f, ("data",), None, argnums=(0, -2), has_aux=True)
@@ -121,8 +116,7 @@ def own(params, x):
 @pytest.mark.parametrize(
     ("inside", "out", "jit"),
     [
-        *((averaged, P(), jit) for jit in (True, False)),
-        *((jax.jit(averaged), P(), jit) for jit in (True, False)),
+        *((inside, P(), jit) for inside in (averaged, jax.jit(averaged)) for jit in (True, False)),
         *((own, P("data"), jit) for jit in (True, *[False] * FULL)),  # without jit, each operation is compiled alone
     ],
 )
@@ -140,9 +134,8 @@ def test_a_gradient_from_outside_is_that_of_plain_jax(inside, out, jit):
 def test_one_function_for_gradients_from_inside_and_outside(wrap, order):
     """JAX caches the backward pass of a jitted function. It must not take the one for the other place."""
     synced = wrap(lambda params, x: loss(cgx.sync_in_backward(params, "data", cgx.Raw()), x))
-    mean = jax.shard_map(
-        lambda params, x: lax.pmean(synced(params, x), "data"), mesh=MESH, in_specs=(P(), P("data")), out_specs=P()
-    )
+    specs = dict(in_specs=(P(), P("data")), out_specs=P())
+    mean = jax.shard_map(lambda params, x: lax.pmean(synced(params, x), "data"), mesh=MESH, **specs)
     inside = on_mesh(lambda params, x: gradients(synced, params, x), True)
     outside = jax.jit(lambda params, x: gradients(mean, params, x))
     for found in (inside, outside) if order == "inside first" else (outside, inside):
@@ -156,16 +149,11 @@ def test_a_gradient_from_outside_without_types():
 
 
 def test_identity_forward_and_layer_by_layer():
-    def layer(w, x):
-        return jnp.tanh(x @ cgx.sync_in_backward(w, "data", CODEC))
-
-    def step(params, x):
-        return jax.grad(lambda w: functools.reduce(lambda h, v: layer(v, h), w, x).sum())(params)
-
+    layer = lambda w, x: jnp.tanh(x @ cgx.sync_in_backward(w, "data", CODEC))
+    step = lambda params, x: jax.grad(lambda w: functools.reduce(lambda h, v: layer(v, h), w, x).sum())(params)
     weights = [jax.random.normal(jax.random.key(i), (30, 30)) / 6 for i in range(3)]
-    run = on_mesh(step, True)
     # The exchange of the last layer comes before the backward pass of the first layer.
-    program = str(jax.make_jaxpr(run)(weights, X))
+    program = str(jax.make_jaxpr(on_mesh(step, True))(weights, X))
     assert program.count("jaxcgx_psum") == 3
     assert program.find("jaxcgx_psum") < program.rfind("dot_general")
     forward = on_mesh(lambda w, x: layer(w, x), True, P("data"))
@@ -186,15 +174,9 @@ def test_leaves_without_gradients_pass():
 @CHECKS
 def test_a_loss_that_is_constant(check_vma):
     """The loss doesn't depend on the parameters, so it doesn't matter whether all ranks have the same one."""
-    constants = [
-        lambda w, x: 3.0,
-        lambda w, x: x.sum(),
-        lambda w, x: lax.pmean(x.sum() + lax.stop_gradient(w.sum()), "data"),
-    ]
-
-    def step(w, x):
-        return [cgx.compressed_pmean(cgx.grad(f, "data", None)(w, x), "data", CODEC) for f in constants]
-
+    stopped = lambda w, x: lax.pmean(x.sum() + lax.stop_gradient(w.sum()), "data")
+    constants = [lambda w, x: 3.0, lambda w, x: x.sum(), stopped]
+    step = lambda w, x: [cgx.compressed_pmean(cgx.grad(f, "data", None)(w, x), "data", CODEC) for f in constants]
     for gradient in on_mesh(step, check_vma)(jnp.ones((30, 40)), X):
         np.testing.assert_array_equal(gradient, jnp.zeros((30, 40)))
 
@@ -326,9 +308,8 @@ def sent(jaxpr):
 def test_messages_are_sent_in_the_given_order(order):
     gradients = functools.partial(on_the_way, order=order, plan=SMALL)
     assert_same_trees(steps(gradients), steps(functools.partial(at_the_end, plan=SMALL)))
-    program = jax.make_jaxpr(lambda r, x: gradients(r, x)[0], axis_env=[("data", RANKS)])(
-        jax.tree.map(lambda r: r[0], RESIDUALS), BATCHES[0]
-    )
+    of_a_rank = jax.tree.map(lambda r: r[0], RESIDUALS), BATCHES[0]
+    program = jax.make_jaxpr(lambda r, x: gradients(r, x)[0], axis_env=[("data", RANKS)])(*of_a_rank)
     shapes = [x.shape for x in jax.tree.leaves(PARAMS)]
     expected = [2, 1, 0] if order is None else [i for i in order if i != 3]
     assert list(sent(program.jaxpr)) == [shapes[i] for i in expected]

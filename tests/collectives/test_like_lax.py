@@ -20,7 +20,7 @@ from jaxcgx.plan.overlay import Overlay
 ONE_EACH = {op: kwargs[1:2] or kwargs for op, kwargs in CASES.items()}
 X = whole_numbers((4, 4, 8, 12))
 PAIRS = whole_numbers((2, 4, 8, 16, 24))
-DEVICES = jax.devices()[:4]
+CODECS = [EXACT, {"a": EXACT, "b": EXACT}, {"a": EXACT, "b": cgx.Raw()}, {"a": cgx.Raw(), "b": EXACT}]  # of PAIRS
 
 
 @functools.lru_cache
@@ -48,7 +48,7 @@ def test_explicit_mesh():
 
 @pytest.mark.short
 def test_pmap():
-    assert_same(jax.pmap(twins("a", EXACT)[0], axis_name="a", devices=DEVICES)(X), expected())
+    assert_same(jax.pmap(twins("a", EXACT)[0], axis_name="a", devices=jax.devices()[:4])(X), expected())
 
 
 @pytest.mark.short
@@ -57,17 +57,7 @@ def test_vmap_with_an_axis_name():
     assert_same(jax.vmap(twins("a", EXACT, ONE_EACH)[0], axis_name="a", in_axes=2)(jnp.moveaxis(X, 0, 2)), expected())
 
 
-@pytest.mark.parametrize(
-    ("codec", "check_vma"),
-    [
-        (EXACT, True),
-        (EXACT, False),
-        ({"a": EXACT, "b": EXACT}, True),
-        ({"a": EXACT, "b": cgx.Raw()}, False),
-        ({"a": cgx.Raw(), "b": EXACT}, True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("codec", "check_vma"), [(EXACT, False), *zip(CODECS, (True, True, False, True))], ids=str)
 def test_tuples_of_axes(codec, check_vma):
     assert_same(on_ranks(twins(("a", "b"), codec)[0], mesh(2, 4), check_vma)(PAIRS), expected(two=True))
 
@@ -123,21 +113,13 @@ def test_manual_over_one_axis_of_two(axis_type):
 @pytest.mark.parametrize("schedule", ["auto", "two_shot", "one_shot", "ring", "gather"])
 def test_schedules_and_the_leader_form(schedule):
     """One program has all of them: one axis, two axes together, a codec for each, shards and leaders."""
-    codecs = [EXACT, {"a": EXACT, "b": EXACT}, {"a": EXACT, "b": cgx.Raw()}, {"a": cgx.Raw(), "b": EXACT}]
+    plans = [planned(codec, schedule=schedule) for codec in CODECS]
+    led = plans + [planned(plan, leader=True) for plan in plans[1:]]
 
     def body(x):
-        sums = [
-            f(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader))
-            for f in (cgx.compressed_psum, cgx.compressed_pmean)
-            for codec in codecs
-            for leader in (False, True)
-            if isinstance(codec, dict) or not leader
-        ]
-        scattered = [
-            cgx.compressed_psum_scatter(x, ("a", "b"), planned(codec, schedule=schedule), tiled=True)
-            for codec in codecs[: 0 if schedule == "gather" else 4]
-        ]
-        return sums, scattered
+        sums = [f(x, ("a", "b"), plan) for f in (cgx.compressed_psum, cgx.compressed_pmean) for plan in led]
+        slices = [] if schedule == "gather" else plans
+        return sums, [cgx.compressed_psum_scatter(x, ("a", "b"), plan, tiled=True) for plan in slices]
 
     sums, scattered = on_ranks(body, mesh(2, 4), check_vma=schedule != "two_shot")(PAIRS)
     assert len(sums) == 14
@@ -151,19 +133,14 @@ def test_schedules_and_the_leader_form(schedule):
 def test_leaders_of_three_axes_one_of_which_has_one_rank(sizes):
     names, x = ("a", "b", "c"), whole_numbers((*sizes, 50))
     codec = dict(a=EXACT, b=EXACT, c=cgx.Raw())
-
-    def body(x):
-        plans = [planned(codec, leader=True, schedule=schedule) for schedule in ("two_shot", "one_shot")]
-        return [cgx.compressed_psum(x, names, plan) for plan in plans]
-
+    plans = [planned(codec, leader=True, schedule=schedule) for schedule in ("two_shot", "one_shot")]
+    body = lambda x: [cgx.compressed_psum(x, names, plan) for plan in plans]
     for got in on_ranks(body, mesh(*sizes), check_vma=False)(x):
         np.testing.assert_array_equal(got, np.broadcast_to(x.sum((0, 1, 2)), x.shape))
 
 
 # Those that are not their own inverse find what the others find.
-@pytest.mark.parametrize(
-    "names", list(itertools.permutations("abc"))[slice(None) if FULL else slice(3, 5)], ids="".join
-)
+@pytest.mark.parametrize("names", [*itertools.permutations("abc")][slice(None) if FULL else slice(3, 5)], ids="".join)
 def test_ranks_are_numbered_by_the_names_whatever_the_order_of_the_mesh(names):
     """lax.ppermute numbers them in the order of the mesh. Each codec has the ranks of two or of three axes."""
     x = whole_numbers((8, 24))
@@ -185,16 +162,10 @@ def test_ranks_are_numbered_by_the_names_whatever_the_order_of_the_mesh(names):
 
 
 def test_schedules_under_vmap():
-    x = whole_numbers((2, 3, 50))
-    dict_codec = {"a": EXACT, "b": EXACT}
-
-    def body(x):
-        return [
-            cgx.compressed_psum(x, ("a", "b"), planned(codec, schedule=schedule, leader=leader))
-            for schedule in ("two_shot", "one_shot", "ring", "gather", "tree")
-            for codec, leader in ((EXACT, False), (dict_codec, False), (dict_codec, True))
-        ]
-
+    x, forms = whole_numbers((2, 3, 50)), [(EXACT, False), (CODECS[1], False), (CODECS[1], True)]
+    schedules = "two_shot", "one_shot", "ring", "gather", "tree"
+    of_two = [planned(codec, schedule=schedule, leader=leader) for schedule in schedules for codec, leader in forms]
+    body = lambda x: [cgx.compressed_psum(x, ("a", "b"), plan) for plan in of_two]
     for got in jax.jit(jax.vmap(jax.vmap(body, axis_name="b"), axis_name="a"))(x):
         np.testing.assert_array_equal(got, np.broadcast_to(x.sum((0, 1)), x.shape))
     # Over one axis, whose ranks may not all send.

@@ -18,6 +18,8 @@ CODEC = cgx.MaxMin(4, 64)
 PARAMS = {"up": normal((32, 64), 0), "down": normal((64, 32), 1), "bias": jnp.ones(64)}
 SPECS = {"up": P(None, "model"), "down": P("model", None), "bias": P("model")}
 X = normal((16, 32), 2)
+mesh_of = lambda axis_type: mesh_with(axis_type, data=2, model=4)
+place = lambda mesh, tree, specs: jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
 
 
 def loss(params, x, out_sharding=None):
@@ -29,19 +31,10 @@ def loss_on(axis_type):
     return functools.partial(loss, out_sharding=P(None, None)) if axis_type == AxisType.Explicit else loss
 
 
-def mesh_of(axis_type):
-    return mesh_with(axis_type, data=2, model=4)
-
-
-def place(mesh, tree, specs):
-    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
-
-
 def check(step, mesh, params, x):
     run = jax.jit(step)
-    grads = run(params, x)
     halves = [jax.grad(loss)(PARAMS, h) for h in (X[:8], X[8:])]
-    for k, g in grads.items():
+    for k, g in run(params, x).items():
         mean, spread = (halves[0][k] + halves[1][k]) / 2, max(np.ptp(h[k]) for h in halves)
         assert np.abs(g - mean).max() <= 1.1 * spread / 15
         assert g.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[k]), g.ndim)
@@ -79,11 +72,9 @@ def test_all_axes_manual():
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(SPECS, P("data")), out_specs=SPECS)
     def step(params, x):
         def tensor_parallel(params, x):
-            y = jax.lax.psum(jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"], "model")
-            return y.var()
+            return jax.lax.psum(jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"], "model").var()
 
-        grads = cgx.grad(tensor_parallel, "data", None)(params, x)
-        return cgx.compressed_pmean(grads, "data", CODEC)
+        return cgx.compressed_pmean(cgx.grad(tensor_parallel, "data", None)(params, x), "data", CODEC)
 
     found = check(step, mesh, place(mesh, PARAMS, SPECS), place(mesh, X, P("data")))
     assert ("all-gather", "u8") in found and ("all-gather", "f32") not in found
@@ -95,8 +86,7 @@ def test_without_the_inner_shard_map_explicit_shards_are_refused():
 
     @functools.partial(jax.shard_map, mesh=mesh, axis_names={"data"}, in_specs=(P(), P("data")), out_specs=P())
     def step(params, x):
-        grads = cgx.grad(loss_on(AxisType.Explicit), "data", None)(params, x)
-        return cgx.compressed_pmean(grads, "data", CODEC)
+        return cgx.compressed_pmean(cgx.grad(loss_on(AxisType.Explicit), "data", None)(params, x), "data", CODEC)
 
     given = place(mesh, PARAMS, SPECS), place(mesh, X, P("data"))
     refused("compressed_pmean", lambda: jax.jit(step)(*given), ValueError, "x ['bias']", "", "'model'")

@@ -34,9 +34,8 @@ def move(perm, plan=EXACT, axis="a", **options):
 
 
 def plain(perm):
-    return lambda tree: jax.tree.map(
-        lambda x: pbroadcast(x, "a", perm) if isinstance(perm, int) else lax.ppermute(x, "a", perm), tree
-    )
+    of_leaf = lambda x: pbroadcast(x, "a", perm) if isinstance(perm, int) else lax.ppermute(x, "a", perm)
+    return lambda tree: jax.tree.map(of_leaf, tree)
 
 
 def same(got, expected):
@@ -59,8 +58,7 @@ def test_raw_leaves_of_a_broadcast_have_all_bits_and_the_gradient_of_compressed_
     np.testing.assert_array_equal(as_bits(run(x)), as_bits(x))
     for codec in cgx.Raw(), EXACT:
         loss = lambda x, codec=codec: (move(1, codec, to="invarying")(x) * 2).sum()
-        back = on_ranks(jax.grad(loss), mesh(4), check_vma)(x)
-        np.testing.assert_array_equal(back, jnp.zeros_like(x).at[1].set(2))
+        np.testing.assert_array_equal(on_ranks(jax.grad(loss), mesh(4), check_vma)(x), jnp.zeros_like(x).at[1].set(2))
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])
@@ -105,8 +103,7 @@ def test_what_is_sent():
 
 def test_the_transpose_has_its_own_codec():
     x, back = normal((4, 4096)), cgx.MaxMin(8)
-    options = dict(key=jax.random.key(0), backward_plan=back)
-    run = move(RING, cgx.MaxMin(4, rounding="stochastic"), **options)
+    run = move(RING, cgx.MaxMin(4, rounding="stochastic"), key=jax.random.key(0), backward_plan=back)
     expected = jnp.roll(jax.vmap(lambda x: cgx.roundtrip(x, back))(x), -1, 0)
     np.testing.assert_array_equal(on_ranks(lambda x: jax.vjp(run, x)[1](x)[0], mesh(4))(x), expected)
 
@@ -126,11 +123,9 @@ def test_differences(check_vma):
             np.testing.assert_array_equal(received[1:], sent[:3])
             np.testing.assert_array_equal(moved[name], received.astype(moved[name].dtype))
             assert not received[0].any() and not sent[3].any()
-            change = tree[name].astype(jnp.float32) - before.sent[name]
-            decoded = jax.vmap(lambda x: cgx.roundtrip(x, codec))(change)
+            decoded = jax.vmap(lambda x: cgx.roundtrip(x, codec))(tree[name].astype(jnp.float32) - before.sent[name])
             np.testing.assert_array_equal(sent[:3], (before.sent[name] + decoded)[:3])
-        error = np.abs(moved["w"][1:] - tree["w"][:3]).max()
-        assert error < (0.3 if t == 0 else 0.02)
+        assert np.abs(moved["w"][1:] - tree["w"][:3]).max() < (0.3 if t == 0 else 0.02)
         for name in ("n", "few"):
             assert carry.sent[name] is None and (moved[name][1:] == tree[name][:3]).all()
     # What isn't finite stays in one step.
@@ -197,15 +192,13 @@ def test_ragged(ranks, slices, plan):
         once = lax.scan(lambda c, x: (c, move(*x)), 0, (operand[None], output[None]))[1][0]
         return result, back(weights), both, once
 
-    check_vma = plan == EXACT
-    found = on_ranks(run, mesh(ranks), check_vma)(*args, weights)
+    found = on_ranks(run, mesh(ranks), plan == EXACT)(*args, weights)
     result, (to_operand, to_output), both, once = jax.tree.map(np.asarray, found)
     for got in result, both[:, 0], both[:, 1] / 2, once:
         np.testing.assert_array_equal(got, expected)
     assert (to_operand * args[0]).sum() + (to_output * args[1]).sum() == (weights * expected).sum()
     assert (to_output == weights * (to_output != 0)).all() and (to_operand[:, 0] == 0).all()  # nobody sends row 0
-    named = jax.vmap(functools.partial(experts, plan=plan), axis_name="a")(*args)
-    np.testing.assert_array_equal(named, expected)
+    np.testing.assert_array_equal(jax.vmap(functools.partial(experts, plan=plan), axis_name="a")(*args), expected)
 
 
 def test_ragged_capacity():
@@ -250,10 +243,6 @@ def test_ragged_padding_is_zero_and_a_key_without_use_is_warned_of_once():
     assert len(found) == 1
 
 
-def call(perm=RING, plan=EXACT, **options):
-    return lambda: on_ranks(move(perm, plan, **options), mesh(4))(TREE["w"])
-
-
 def call_ragged(number, wrong, operand=lambda x: x, **options):
     args = list(ragged(4, 2)[0])
     args[0] = operand(args[0])
@@ -261,6 +250,7 @@ def call_ragged(number, wrong, operand=lambda x: x, **options):
     return lambda: on_ranks(functools.partial(experts, **options), mesh(4))(*args)
 
 
+call = lambda perm=RING, plan=EXACT, **options: lambda: on_ranks(move(perm, plan, **options), mesh(4))(TREE["w"])
 ERRORS = {
     "compressed_ppermute": [
         (call([(0, 4)]), ValueError, "perm", "[(0, 4)]", "pairs"),

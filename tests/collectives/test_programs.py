@@ -56,11 +56,7 @@ def test_a_donated_array_is_overwritten_in_place(argument):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_raw_is_the_program_of_lax(check_vma):
     raw = cgx.Raw()
-    tree = {
-        "w": normal((2, 4, 4, 24)),
-        "h": normal((2, 4, 4, 8), dtype=jnp.bfloat16),
-        "n": jnp.ones((2, 4, 4, 8), jnp.int32),
-    }
+    tree = dict(w=normal((2, 4, 4, 24)), h=normal((2, 4, 4, 8), 0, jnp.bfloat16), n=jnp.ones((2, 4, 4, 8), jnp.int32))
     pairs = [
         (lambda t: cgx.compressed_psum(t, ("a", "b"), raw), lambda t: lax.psum(t, ("a", "b"))),
         (lambda t: cgx.compressed_pmean(t, "a", raw), lambda t: lax.pmean(t, "a")),
