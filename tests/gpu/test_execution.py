@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import all_captured, load_script, normal
+from helpers import AS_ROOT, all_captured, load_script, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from started import free_port
@@ -143,20 +143,8 @@ def test_two_processes_on_one_gpu_over_mpi(tmp_path):
         pytest.skip("there is no mpirun on the PATH")
     program = tmp_path / "program.py"
     program.write_text(MPI)
-    (output,) = finish(
-        start(
-            "mpirun",
-            "-np",
-            "2",
-            "--oversubscribe",
-            sys.executable,
-            "-P",
-            program,
-            "gpu",
-            OMPI_ALLOW_RUN_AS_ROOT="1",
-            OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
-        )
-    ) or ["it did not end"]
+    words = "mpirun", "-np", "2", "--oversubscribe", sys.executable, "-P", program, "gpu"
+    (output,) = finish(start(*words, **AS_ROOT)) or ["it did not end"]
     assert all(f"rank {r} of 2 agrees" in output for r in range(2)), output
     if "mpi4jax has no CUDA half" in output:
         pytest.skip("mpi4jax has no CUDA half, so only payloads were exchanged, copied by hand")
