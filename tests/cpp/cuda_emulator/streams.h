@@ -47,7 +47,7 @@ enum cudaMemcpyKind {
   cudaMemcpyDefault = 4
 };
 constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaEventWaitDefault = 0;
-constexpr unsigned cudaHostAllocDefault = 0, cudaHostAllocPortable = 1;
+constexpr unsigned cudaHostAllocPortable = 1;
 using cudaStream_t = struct CUstream_st*;
 using cudaEvent_t = struct CUevent_st*;
 using cudaMemPool_t = struct CUmemPool_st*;
@@ -107,11 +107,11 @@ inline cudaError_t allocate(void** memory, size_t bytes, bool device) {
   *memory = p;
   return cudaSuccess;
 }
-inline cudaError_t release(void* memory, bool device) {
+inline cudaError_t release(void* memory) {
   if (memory == nullptr) return cudaSuccess;
   const std::lock_guard<std::shared_mutex> lock(allocations_mutex);
   const auto found = allocations.find(static_cast<const char*>(memory));
-  if (found == allocations.end() || found->second.device != device) return cudaErrorInvalidValue;
+  if (found == allocations.end() || !found->second.device) return cudaErrorInvalidValue;
   allocations.erase(found);
   ::operator delete(memory, kAlignment);
   return cudaSuccess;
@@ -234,16 +234,12 @@ cudaError_t cudaMalloc(T** memory, size_t bytes) {
 }
 inline cudaError_t cudaFree(void* memory) {
   CUDA_EMULATOR_CALL();
-  return cuda_emulator::release(memory, true);
+  return cuda_emulator::release(memory);
 }
 template <class T>
 cudaError_t cudaHostAlloc(T** memory, size_t bytes, unsigned) {
   CUDA_EMULATOR_CALL();
   return cuda_emulator::allocate(reinterpret_cast<void**>(memory), bytes, false);
-}
-inline cudaError_t cudaFreeHost(void* memory) {
-  CUDA_EMULATOR_CALL();
-  return cuda_emulator::release(memory, false);
 }
 
 // Memory in the order of a stream.
@@ -254,7 +250,7 @@ cudaError_t cudaMallocFromPoolAsync(T** memory, size_t bytes, cudaMemPool_t, cud
 }
 inline cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
   CUDA_EMULATOR_CALL();
-  cuda_emulator::submit(stream, [=] { cuda_emulator::release(memory, true); });
+  cuda_emulator::submit(stream, [=] { cuda_emulator::release(memory); });
   return cudaSuccess;
 }
 inline cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps*) {
@@ -328,16 +324,6 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
   return cudaSuccess;
 }
 // An event that was never recorded counts as reached.
-inline cudaError_t cudaEventQuery(cudaEvent_t event) {
-  CUDA_EMULATOR_CALL();
-  const auto* const r = event->recorded;
-  return r == nullptr || r->is_reached() ? cudaSuccess : cudaErrorNotReady;
-}
-inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  CUDA_EMULATOR_CALL();
-  if (event->recorded != nullptr) event->recorded->wait();
-  return cudaSuccess;
-}
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = cudaEventWaitDefault) {
   CUDA_EMULATOR_CALL();
   if (const auto* const r = event->recorded) cuda_emulator::submit(stream, [r] { r->wait(); });
