@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <string>
@@ -32,45 +34,35 @@ constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
 // masked vector instructions. Guarded memory ends before an inaccessible page, which also stops these.
 class Memory {
  public:
-  explicit Memory(int64_t size, uint8_t fill = 0xAB, bool guarded = false) : size_(static_cast<size_t>(size)) {
+  explicit Memory(int64_t size, uint8_t fill = 0xAB, bool guarded = false)
+      : size_(static_cast<size_t>(size)), guarded_(guarded) {
     if (guarded) {
       const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
       const size_t whole = (size_ + page - 1) / page * page;
-      mapped_ = whole + page;
-      void* p = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      void* const p = mmap(nullptr, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (p == MAP_FAILED || mprotect(static_cast<char*>(p) + whole, page, PROT_NONE) != 0) std::abort();
-      data_ = static_cast<uint8_t*>(p) + (whole - size_);
+      data_ = {static_cast<uint8_t*>(p) + (whole - size_), [=](void*) { munmap(p, whole + page); }};
     } else {
-      data_ = static_cast<uint8_t*>(::operator new(size_, std::align_val_t{64}));
+      constexpr std::align_val_t kAlign{64};
+      data_ = {static_cast<uint8_t*>(::operator new(size_, kAlign)), [](void* p) { ::operator delete(p, kAlign); }};
     }
-    std::memset(data_, fill, size_);
-  }
-  Memory(Memory&& o) noexcept
-      : data_(std::exchange(o.data_, nullptr)), size_(o.size_), mapped_(std::exchange(o.mapped_, 0)) {}
-  Memory& operator=(Memory&& o) noexcept {
-    std::swap(data_, o.data_), std::swap(size_, o.size_), std::swap(mapped_, o.mapped_);
-    return *this;
-  }
-  ~Memory() {
-    if (mapped_ > 0)
-      munmap(data_ + size_ + static_cast<size_t>(sysconf(_SC_PAGESIZE)) - mapped_, mapped_);
-    else
-      ::operator delete(data_, std::align_val_t{64});
+    std::memset(data(), fill, size_);
   }
 
-  uint8_t* data() const { return data_; }
-  float* floats() const { return reinterpret_cast<float*>(data_); }
+  uint8_t* data() const { return data_.get(); }
+  float* floats() const { return reinterpret_cast<float*>(data()); }
   size_t size() const { return size_; }
   Memory copy() const {
-    Memory m(static_cast<int64_t>(size_), 0, mapped_ > 0);
-    std::memcpy(m.data_, data_, size_);
+    Memory m(static_cast<int64_t>(size_), 0, guarded_);
+    std::memcpy(m.data(), data(), size_);
     return m;
   }
-  bool operator==(const Memory& o) const { return size_ == o.size_ && std::memcmp(data_, o.data_, size_) == 0; }
+  bool operator==(const Memory& o) const { return size_ == o.size_ && std::memcmp(data(), o.data(), size_) == 0; }
 
  private:
-  uint8_t* data_;
-  size_t size_, mapped_ = 0;
+  size_t size_;
+  bool guarded_;
+  std::unique_ptr<uint8_t, std::function<void(void*)>> data_;
 };
 
 inline cpu::Pool one_thread() {

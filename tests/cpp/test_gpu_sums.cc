@@ -15,33 +15,31 @@ using namespace jaxcgx::test;
 
 namespace {
 
-// Memory of the GPU, with a copy of some bytes.
+// Memory of the GPU, with a copy of some bytes. The emulator's memory is the processor's.
 class OnGpu {
  public:
   explicit OnGpu(const Memory& from) : size_(from.size()) {
-    CHECK(cudaMalloc(&data_, std::max<size_t>(size_, 1)) == cudaSuccess, "cudaMalloc");
-    std::memcpy(data_, from.data(), size_);  // the emulator's memory is the processor's
-  }
-  OnGpu(OnGpu&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(other.size_) {}
-  ~OnGpu() {
-    if (data_ != nullptr) cudaFree(data_);
+    void* data = nullptr;
+    CHECK(cudaMalloc(&data, std::max<size_t>(size_, 1)) == cudaSuccess, "cudaMalloc");
+    data_ = {data, cudaFree};
+    std::memcpy(data, from.data(), size_);
   }
   template <class T>
   T* as() const {
-    return static_cast<T*>(data_);
+    return static_cast<T*>(data_.get());
   }
   bool fill(int value, cudaStream_t stream) const {
-    return cudaMemsetAsync(data_, value, size_, stream) == cudaSuccess;
+    return cudaMemsetAsync(data_.get(), value, size_, stream) == cudaSuccess;
   }
   Memory copy() const {
     Memory m(static_cast<int64_t>(size_));
-    if (size_ > 0) std::memcpy(m.data(), data_, size_);
+    std::memcpy(m.data(), data_.get(), size_);
     return m;
   }
 
  private:
-  void* data_ = nullptr;
   size_t size_;
+  std::shared_ptr<void> data_;
 };
 
 using OnGpus = std::vector<OnGpu>;

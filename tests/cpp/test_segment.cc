@@ -1,4 +1,4 @@
-// Ranks are processes. Tests check what they exchange, and the errors if one fails.
+// Ranks are processes. Tests check the errors if one fails. test_ring.cc and test_shm.py test what they exchange.
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -103,13 +103,6 @@ std::string refusal(const std::string& name, int64_t rank, int64_t ranks) {
       shm::Segment::attach(name, rank, std::vector<int64_t>(ranks, getpid()), std::chrono::milliseconds(50));
   const auto* failure = std::get_if<Failure>(&attached);
   return failure ? failure->what : "";
-}
-
-void exchanges() {
-  Processes processes;  // several jobs at once
-  const auto all = [](auto& ring, int64_t rank) { return test::run_all(ring, rank); };
-  for (int64_t ranks = 1; ranks <= 4; ++ranks) processes.start(ranks, all);
-  for (const std::string& message : processes.messages()) CHECK_NO_ERROR(message);
 }
 
 void deaths() {
@@ -267,7 +260,6 @@ void doubles() {
 int main() {
   names();
   doubles();
-  exchanges();
   deaths();
   deaths_before_they_attach();
   lateness();
