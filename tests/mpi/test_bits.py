@@ -351,13 +351,6 @@ def test_low_rank(monkeypatch):
         np.testing.assert_allclose(N * np.asarray(mean[name], np.float64) + total, x[name].sum(0), atol=1e-5)
 
 
-def test_low_rank_through_shared_memory():
-    """`inner` sums over the ranks of this node."""
-    x, inner = {"w": normal((N, 30, 40))}, cgx.mpi.hierarchy().inner
-    over = lambda comm: jax.jit(lambda x: cgx.compressed_psum(x, comm, cgx.PowerSGD(2)))(mine(x))
-    np.testing.assert_allclose(over(inner)["w"], over(COMM)["w"], atol=1e-5)
-
-
 @pytest.mark.skipif(N == 1, reason="needs 2 ranks or more: mpirun")
 def test_explain_counts_bytes():
     plan = planned(cgx.MaxMin(4), schedule="two_shot")

@@ -148,19 +148,12 @@ def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
     report = str(doctor.examine())
     for name in "mpirun", "mpicc":
         assert re.search(rf"^ +\[ \] {name}  +none on the PATH or next to Python$", report, re.MULTILINE)
-    assert re.search(
-        r"^note:    .*no mpirun .*\nremedy:  put the bin folder of its MPI on the PATH", report, re.MULTILINE
-    )
+    assert re.search(r"^note:    .*no mpirun .*\nremedy:  put the bin folder of its MPI", report, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
     ("module", "problem", "remedy"),
     [
-        (
-            "raise ModuleNotFoundError('No module named mpi4jax')",
-            "jaxcgx.mpi: No module named mpi4jax",
-            'install it with `pip install ".[mpi]"` in a checkout, and where no mpicc',
-        ),
         (
             "raise SystemExit('Unable to initialize backend')",
             "jaxcgx.mpi: Unable to initialize backend",
@@ -207,17 +200,10 @@ FEWER = """
     for _ in range(3 - (rank == 1)):
         step(x)  # nobody waits for the last
 """
-NEVER = """
-    cgx.mpi.WAIT, cgx.mpi.CHECK = 2, True
-    if rank == 0:
-        cgx.compressed_psum(x, MPI.COMM_WORLD, codec)
-    MPI.COMM_WORLD.recv(source=1 - rank)
-"""
 ERROR, BY_MPI4PY = "raise ValueError('one rank gives up')", ("-m", "mpi4py")
 PARAGRAPH = re.compile("-{70,}\n.*?-{70,}\n\0?", re.DOTALL)  # of mpirun, wherever a rank's line then stands
 ENDS = "ValueError: one rank gives up", "jaxcgx.mpi: rank 1 ends the other ranks, because an error has ended it"
 MISSING = "compressed_psum: expected a call of each of 3 ranks, got none of rank 1, which has ended"
-WAITED = "compressed_psum: jaxcgx.mpi.CHECK: rank 0 waited 2 s for the other ranks to make, and to trace, the"
 
 
 @pytest.mark.parametrize(
@@ -232,11 +218,10 @@ WAITED = "compressed_psum: jaxcgx.mpi.CHECK: rank 0 waited 2 s for the other ran
         (2, [], GIVES_UP.format("allreduce(x)", ERROR), ENDS),
         (3, [], FEWER.format("MPI.COMM_WORLD"), [MISSING]),
         (3, [], FEWER.format("cgx.mpi.hierarchy()"), ["rank 1 (process "]),
-        (2, BY_MPI4PY, NEVER, [WAITED]),
     ],
 )
 def test_a_rank_that_fails_ends_the_others(ranks, run, code, words):
-    """It gives up, is killed, makes fewer calls, or never comes. mpirun may print a paragraph amid the words."""
+    """It gives up, is killed, or makes fewer calls. mpirun may print a paragraph amid the words."""
     done = mpirun(ranks, START + code, run=run)
     said = PARAGRAPH.sub("", done.stderr)
     assert done.returncode != 0 and all(each in said for each in words), done.stderr

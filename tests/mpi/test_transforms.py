@@ -31,13 +31,7 @@ COLLECTIVES = {
     "parts": lambda x: cgx.compressed_all_gather(x, COMM, cgx.AbsMax(8, 35), axis=1, as_parts=True).dequantize(),
     "ragged": lambda x: cgx.compressed_ragged_all_to_all(x, x, *SLICES, axis_name=COMM, plan=CODEC),
 }
-PLAIN = {
-    "plain pmean": NET.plain_pmean,
-    "plain psum_scatter": lambda x: NET.plain_psum_scatter(x, 0, True),
-    "plain all_gather": lambda x: NET.plain_all_gather(x, 1, True, "varying"),
-    "plain ppermute": lambda x: NET.plain_ppermute(x, [(0, 1)]),
-    "broadcast": lambda x: NET.broadcast(x, N - 1),
-}
+PLAIN = {"plain pmean": NET.plain_pmean, "plain ppermute": lambda x: NET.plain_ppermute(x, [(0, 1)])}
 X = mine(normal((N, 2 * N, 70)))
 
 
