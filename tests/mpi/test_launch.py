@@ -13,7 +13,7 @@ import textwrap
 
 import pages
 import pytest
-from helpers import FULL
+from helpers import AS_ROOT, FULL
 
 from jaxcgx.report import doctor
 
@@ -31,12 +31,7 @@ LIMIT = 120  # seconds, after which a program counts as hung; it needs a tenth o
 def start(command, limit=LIMIT, **more):
     """Runs a command without the variables that this process's own MPI may have set."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM", "OMPI_MCA", "PMIX", "CGX_"))}
-    env = kept | {
-        "JAX_PLATFORMS": "cpu",
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
+    env = kept | AS_ROOT | {"JAX_PLATFORMS": "cpu", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     return subprocess.run(command, env=env | more, capture_output=True, text=True, timeout=limit)
 
 
@@ -174,18 +169,15 @@ def test_the_doctor_explains_what_is_wrong(monkeypatch, tmp_path, module, proble
 
 
 def test_without_mpirun_there_is_one_rank_until_mpi_has_ended():
-    done = python(
-        START
-        + """
+    code = """
     x = jnp.arange(1000.0)
     print((cgx.compressed_psum(x, MPI.COMM_WORLD, cgx.MaxMin(1)) == x).all(), cgx.mpi.hierarchy().size)
     MPI.Finalize()
-    cgx.compressed_psum(x, MPI.COMM_WORLD, codec)"""
-    )
+    cgx.compressed_psum(x, MPI.COMM_WORLD, codec)
+    """
+    done = python(START + code)
     assert done.stdout == "True 1\n", done.stderr
-    assert done.stderr.splitlines()[-1] == (
-        "RuntimeError: compressed_psum: MPI has ended (MPI.Finalize); make every call before that"
-    )
+    assert done.stderr.splitlines()[-1].startswith("RuntimeError: compressed_psum: MPI has ended (MPI.Finalize); make")
 
 
 GIVES_UP = """
@@ -229,10 +221,7 @@ def test_a_rank_that_fails_ends_the_others(ranks, run, code, words):
 
 def test_ranks_that_differ_are_an_error_of_every_rank():
     """This also holds if only one of them traces, because the other ranks have that call in their cache."""
-    done = mpirun(
-        2,
-        START
-        + """
+    code = """
     nodes, other = cgx.mpi.hierarchy(), cgx.MaxMin(4 + rank)
     within = jax.jit(lambda x: cgx.compressed_psum(x, nodes, other))
     for call in (lambda: allreduce(x[: 1000 - 500 * rank]), lambda: within(x)):
@@ -240,34 +229,23 @@ def test_ranks_that_differ_are_an_error_of_every_rank():
             jax.block_until_ready(call())
         except jax.errors.JaxRuntimeError as error:
             print(error, flush=True)
-    """,
-        run=[],
-    )
+    """
+    done = mpirun(2, START + code, run=[])
     plan = "argument 'plan': Plan(default=MaxMin(bits=4, "
     for got in ("leaf x: float32[1000] on rank 0, float32[500] on rank 1", plan):
         words = f"ValueError: compressed_psum: expected the same on every rank, got {got}"
         assert done.stdout.count(words) == 2, done.stderr
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        dict(
-            CGX_COMPRESSION_QUANTIZATION_BITS="8",
-            CGX_COMPRESSION_BUCKET_SIZE="64",
-            CGX_INTRA_BROADCAST="0",
-            CGX_INNER_REDUCTION_TYPE="Ring",
-        ),
-        *[{}] * FULL,
-    ],
-    ids=["many", *["none"] * FULL],
-)
-def test_the_example(variables):
+def test_the_example():
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
-    done = mpirun(2, EXAMPLE, "--steps", "60", **variables)
-    assert done.returncode == 0, done.stderr
-    assert "2 processes on 1 node" in done.stdout and "replicas are identical" in done.stdout
-    assert float(done.stdout.split("test accuracy ")[1].split("%")[0]) > 90
+    many = dict(CGX_COMPRESSION_QUANTIZATION_BITS="8", CGX_COMPRESSION_BUCKET_SIZE="64")
+    many |= dict(CGX_INTRA_BROADCAST="0", CGX_INNER_REDUCTION_TYPE="Ring")
+    for variables in [many, {}][: 1 + FULL]:
+        done = mpirun(2, EXAMPLE, "--steps", "60", **variables)
+        assert done.returncode == 0, done.stderr
+        assert "2 processes on 1 node" in done.stdout and "replicas are identical" in done.stdout
+        assert float(done.stdout.split("test accuracy ")[1].split("%")[0]) > 90
 
 
 def test_the_program_of_the_docs():
