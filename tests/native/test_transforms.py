@@ -68,12 +68,10 @@ def test_roundtrip_is_straight_through(codec):
     value, tangent = jax.jvp(lambda x: cgx.roundtrip(x, codec, key), (x,), (w,))
     assert_same_bytes(value, cgx.roundtrip(x, codec, key))
     np.testing.assert_array_equal(tangent, w)
-    np.testing.assert_array_equal(
-        jax.vmap(jax.grad(lambda x: cgx.roundtrip(x, codec, key).sum()))(normal((3, 8))), np.ones((3, 8))
-    )
-    np.testing.assert_array_equal(
-        jax.hessian(lambda x: (cgx.roundtrip(x, codec, key) ** 2).sum())(x[:3]), 2 * np.eye(3)
-    )
+    slopes = jax.vmap(jax.grad(lambda x: cgx.roundtrip(x, codec, key).sum()))(normal((3, 8)))
+    np.testing.assert_array_equal(slopes, np.ones((3, 8)))
+    hessian = jax.hessian(lambda x: (cgx.roundtrip(x, codec, key) ** 2).sum())(x[:3])
+    np.testing.assert_array_equal(hessian, 2 * np.eye(3))
 
 
 def test_residuals_have_no_tangent():
@@ -173,17 +171,12 @@ def test_nothing_is_lost_twice(codec, divisor):
     owed = [[normal(s, 50 * rank + i, scale=0.1) for i, s in enumerate(shapes)] for rank in range(3)]
     payloads, left = zip(*(ops.encode_fed(layout, x, e, key) for x, e in zip(given, owed)))
     payloads = jnp.stack(payloads)
-    sums, left = zip(
-        *(
-            ops.reduce_fed(layout, payloads[:, rank], left[rank], chunk=rank, divisor=divisor, key=key)
-            for rank in range(3)
-        )
-    )
+    of_rank = lambda r: ops.reduce_fed(layout, payloads[:, r], left[r], chunk=r, divisor=divisor, key=key)
+    sums, left = zip(*map(of_rank, range(3)))
     for i, decoded in enumerate(ops.decode(layout, jnp.stack(sums))):
         total = lambda trees: sum(np.asarray(tree[i], np.float64) for tree in trees)
-        np.testing.assert_allclose(
-            total(left) + divisor * np.asarray(decoded, np.float64), total(given) + total(owed), atol=2e-6
-        )
+        kept = total(left) + divisor * np.asarray(decoded, np.float64)
+        np.testing.assert_allclose(kept, total(given) + total(owed), atol=2e-6)
 
 
 @pytest.mark.parametrize("codec", **each_codec([codec for codec in CODECS if codec.native is not None][::6]))

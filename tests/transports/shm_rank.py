@@ -116,14 +116,9 @@ def check_control_flow(net):
     same(ahead(mine), before)
     same(ahead(mine), before)  # JAX handles the second call differently
     same(jax.jit(lambda x: lax.fori_loop(0, 100 * net.size + 1, lambda i, x: net.shift(x), x))(mine), before)
-    same(
-        jax.jit(
-            lambda x: lax.while_loop(
-                lambda x: x[5] < 7, lambda x: jnp.append(net.shift(x[:5]), x[5] + 1), jnp.append(x, 0.0)
-            )
-        )(mine)[:5],
-        every[(net.rank - 7) % net.size],
-    )
+    goes_on, step = lambda x: x[5] < 7, lambda x: jnp.append(net.shift(x[:5]), x[5] + 1)
+    looped = jax.jit(lambda x: lax.while_loop(goes_on, step, jnp.append(x, 0.0)))(mine)
+    same(looped[:5], every[(net.rank - 7) % net.size])
     branch = jax.jit(lambda go, x: lax.cond(go, net.shift, lambda x: x, x))
     same(branch(True, mine), before)
     same(branch(False, mine), mine)

@@ -64,7 +64,7 @@ SHAPES = {
 ROWS = {"w": ((4, 1001), "float32"), "half": ((4, 77), "bfloat16")}
 LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # leaves of several pieces
 SMALL = {"w": ((1030,), "float32"), "half": ((9,), "bfloat16")}  # "w" is in both chunks; many leaves compile slowly
-NOISY = cgx.MaxMin(3, 128, "correlated")
+NOISY, SAMPLED = cgx.MaxMin(3, 128, "correlated"), cgx.TopK(0.01, select="sampled", pull="top")
 
 
 class Halves(cgx.Cast):
@@ -132,6 +132,10 @@ def in_a_mapped_branch(axes, x):
     return jax.vmap(either)(jnp.arange(len(x["w"])) % 2 == 0, x)
 
 
+def denormals(axes, x):
+    return jax.tree.map(lambda y: (y * 1e-12) * (y * 1e-30), cgx.compressed_psum(x, axes, cgx.MaxMin(4)))
+
+
 def in_parts(axes, w):
     return cgx.compressed_all_gather(w[:, :960], axes, cgx.Float8(bucket_size=64), as_parts=True).dequantize()
 
@@ -188,7 +192,6 @@ CASES = {
     "one_shot": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="one_shot", fed=True)),
     "ring": (SHAPES, "data", reduction(schedule="ring")),
     "gather": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="gather", fed=True)),
-    "noise": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="two_shot")),
     "feedback encoded": (SHAPES, "data", reduction(schedule="two_shot", own="encoded", fed=True)),
     "several pieces": (LARGE, "data", reduction(schedule="two_shot", fed=True)),
     "several pieces one_shot": (LARGE, "data", reduction(cgx.MaxMin(8, skip_incomplete=True), schedule="one_shot")),
@@ -208,7 +211,6 @@ CASES = {
     "rotated ring": (SHAPES, "data", reduction(cgx.MaxMin(4, 128, rotate=True), schedule="ring")),
     "rotated along trees": (SHAPES, "data", reduction(cgx.Eden(4, 128), keyed=True, schedule=UNEVEN, fed=True)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
-    "in memory": (LARGE, BOTH, reduction(IN_MEMORY, schedule="two_shot")),
     "in memory, fed": (SHAPES, BOTH, reduction(IN_MEMORY, schedule="two_shot", fed=True)),
     "in memory, one_shot": (LARGE, BOTH, reduction(NOISY_BETWEEN, keyed=True, schedule="one_shot", fed=True)),
     "in memory, lossless": (LARGE, BOTH, reduction({"node": cgx.Lossless(), "local": cgx.Raw()}, schedule="two_shot")),
@@ -217,12 +219,7 @@ CASES = {
     "across, vmap": (ROWS, ACROSS, under_vmap(OVER_ACROSS)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
     "sparse lists": (SHAPES, "data", reduction(cgx.TopK(0.02, cgx.MaxMin(4)), schedule="one_shot", fed=True)),
-    "sparse owners": (
-        LARGE,
-        "data",
-        reduction(cgx.TopK(0.01, select="sampled", pull="top"), keyed=True, schedule="two_shot", fed=True),
-    ),
-    "sparse between nodes": (SHAPES, BOTH, reduction({"node": cgx.TopK(0.05), "local": cgx.Raw()}, fed=True)),
+    "sparse owners": (LARGE, "data", reduction(SAMPLED, keyed=True, schedule="two_shot", fed=True)),
     "lossless": (LARGE, "data", reduction(cgx.Lossless(), schedule="two_shot", fed=True)),
     "lossless one_shot": (SHAPES, "data", reduction(cgx.Lossless(), schedule="one_shot")),
     "lossless all_gather": (SHAPES, "data", lambda axes, x: cgx.compressed_all_gather(x, axes, cgx.Lossless())),
@@ -239,11 +236,7 @@ CASES = {
     "vmap": (ROWS, "data", under_vmap(NOISY)),
     "lists under vmap": (ROWS, "data", under_vmap(cgx.TopK(0.1, cgx.MaxMin(3, 128, "stochastic"), pull="top"))),
     "branches of vmap": (ROWS, "data", in_a_mapped_branch),
-    "denormals": (
-        ROWS,
-        "data",
-        lambda axes, x: jax.tree.map(lambda y: (y * 1e-12) * (y * 1e-30), cgx.compressed_psum(x, axes, cgx.MaxMin(4))),
-    ),
+    "denormals": (ROWS, "data", denormals),
     "grad": (ROWS, "data", derivative),
     "backward": (ROWS, "data", backward),
     "backward with feedback": (ROWS, "data", functools.partial(backward, fed=True)),
@@ -287,10 +280,10 @@ def crossing(tcp):
             carry, noisy = cgx.Carry(residuals=zeros(x) if fed else None), getattr(plan, "default", None) == NOISY
             return function(x, marked, plan, key=key() if noisy else None, carry=carry)
 
-        plain = jax.jit(on_ranks(mesh, lambda x: {name: mean(cgx.compressed_pmean, name, x[name]) for name in x}))
-        begin = jax.jit(on_ranks(mesh, lambda x: {name: mean(begin_pmean, name, x[name]) for name in x}))
+        plain = on_ranks(mesh, lambda x: {name: mean(cgx.compressed_pmean, name, x[name]) for name in x})
+        begin = on_ranks(mesh, lambda x: {name: mean(begin_pmean, name, x[name]) for name in x})
         finish = lambda begun: {name: reduce.end(*begun[name]) for name in begun}
-        end = jax.jit(on_ranks(mesh, finish), donate_argnums=0)
+        end = on_ranks(mesh, finish, donate_argnums=0)
         begun = begin(inputs)
         expected = jax.block_until_ready(plain(inputs))  # while all of these means are in flight
         results = jax.block_until_ready(end(begun))
@@ -378,9 +371,9 @@ def end_without(last):
     mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=60, connections=3)
     x = array(mesh, (200_000,), "float32", 0)
     plan = cgx.Plan.every(cgx.MaxMin(4), schedule="two_shot")
-    begin = jax.jit(on_ranks(mesh, lambda x: begin_pmean(x, axis, plan, carry=cgx.Carry(residuals=jnp.ones_like(x)))))
-    end = jax.jit(on_ranks(mesh, lambda begun: reduce.end(*begun)))
-    double = jax.jit(on_ranks(mesh, lambda x: x * 2))
+    begin = on_ranks(mesh, lambda x: begin_pmean(x, axis, plan, carry=cgx.Carry(residuals=jnp.ones_like(x))))
+    end = on_ranks(mesh, lambda begun: reduce.end(*begun))
+    double = on_ranks(mesh, lambda x: x * 2)
     jax.block_until_ready(end(begin(x)))
     if last:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -406,7 +399,7 @@ def over_connections():
     found = [bytes_sent(mesh, axis)]
     try:
         for function in lambda x: run(axis, x), lambda x: run("data", x), never_ended:
-            found.append(digests(jax.block_until_ready(jax.jit(on_ranks(mesh, function))(x))))
+            found.append(digests(jax.block_until_ready(on_ranks(mesh, function)(x))))
     except jax.errors.JaxRuntimeError as error:
         found.append(str(error))
     return found
@@ -415,10 +408,8 @@ def over_connections():
 def bytes_sent(mesh, axis):
     """Returns the bytes that TCP carries for a lossless sum, per byte of the array."""
     x = array(mesh, (2**20,), "bfloat16", 0)
-    program = jax.jit(
-        on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, cgx.Plan.every(cgx.Lossless(), schedule="two_shot")))
-    )
-    compiled = program.lower(x).compile()  # connects the processes
+    plan = cgx.Plan.every(cgx.Lossless(), schedule="two_shot")
+    compiled = on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, plan)).lower(x).compile()  # connects the processes
     count = lambda: sum(each.bytes for each in connections.sent())
     before = count()
     jax.block_until_ready(compiled(x))
@@ -426,6 +417,7 @@ def bytes_sent(mesh, axis):
     return (count() - before) / (x.nbytes / mesh.size)
 
 
+HALF = cgx.Plan(cgx.Cast("bfloat16"), schedule="two_shot")  # "auto" is not the same schedule over both transports
 TRAINED = {
     "make_train_step": dict(exchange=cgx.MaxMin(4)),
     "overlap": dict(exchange=cgx.Plan.every(cgx.MaxMin(4), fusion_mb=0.01), overlap="backward"),
@@ -433,9 +425,7 @@ TRAINED = {
     "DGC": dict(exchange=cgx.DGC(ratio=0.02, nesterov=True, fusion_mb=0.01), overlap="backward"),
     "DGC, priority": dict(exchange=cgx.DGC(ratio=0.02, pull="top", schedule="two_shot"), overlap=cgx.Priority(1000)),
     "DGT": dict(exchange=Differential(cgx.Plan(cgx.MaxMin(4), min_size=0), k=0.5, block_bytes=400)),
-    "DGT, drop": dict(  # "auto" is not the same schedule over both transports
-        exchange=Differential(cgx.Plan(cgx.Cast("bfloat16"), schedule="two_shot"), k=0.5, block_bytes=400, rest="drop")
-    ),
+    "DGT, drop": dict(exchange=Differential(HALF, k=0.5, block_bytes=400, rest="drop")),
     "mixed sync": dict(exchange=MixedSync(cgx.MaxMin(4))),
 }
 LATE = "DGT", "mixed sync"  # with sums that travel while a step computes
@@ -462,12 +452,12 @@ def array(mesh, shape, dtype, seed, whole=False):
     )
 
 
-def on_ranks(mesh, function):
+def on_ranks(mesh, function, **options):
     def run(*args):
         return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args)))
 
     spec = PartitionSpec(mesh.axis_names)
-    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), **options)
 
 
 def digests(tree):
@@ -475,9 +465,8 @@ def digests(tree):
     found = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
-            found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256()).update(
-                np.asarray(shard.data).tobytes()
-            )
+            digest = found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256())
+            digest.update(np.asarray(shard.data).tobytes())
     return {rank: digest.hexdigest() for rank, digest in found.items()}
 
 
@@ -491,11 +480,8 @@ def collectives(tcp, all_cases=CASES):
             name: {leaf: array(mesh, *what, [len(name), i]) for i, (leaf, what) in enumerate(case[0].items())}
             for name, case in cases.items()
         }
-        program = (
-            jax.jit(on_ranks(mesh, lambda inputs: {name: cases[name][2](marked, inputs[name]) for name in cases}))
-            .lower(inputs)
-            .compile()
-        )
+        run = on_ranks(mesh, lambda inputs: {name: cases[name][2](marked, inputs[name]) for name in cases})
+        program = run.lower(inputs).compile()
         assert ("jaxcgx_tcp_allreduce" in program.as_text()) == tcp
         jax.block_until_ready(program(inputs))
         found = jax.block_until_ready(program(inputs))  # JAX handles the second call differently
@@ -598,9 +584,8 @@ def changing(**options):
     """Trains with an overlay that changes while gradients are in flight."""
     topology, batch = Topology(the_mesh("data"), TCP), batch_of_ranks(TCP)
     topology.update = lambda: setattr(topology, "overlay", Overlay.owners(4, 2))
-    train = topology.steps(
-        lambda overlay: of_matrices(TCP, cgx.Plan.every(cgx.MaxMin(4), schedule=overlay), **options), every=2
-    )
+    plan = lambda overlay: cgx.Plan.every(cgx.MaxMin(4), schedule=overlay)
+    train = topology.steps(lambda overlay: of_matrices(TCP, plan(overlay), **options), every=2)
     state = train.init(MATRICES)
     for _ in range(4):
         state, _ = jax.block_until_ready(train.step(state, batch))
@@ -618,21 +603,18 @@ def low_rank():
     """
     mesh, codec = the_mesh(*BOTH), {"node": cgx.PowerSGD(2), "local": cgx.Raw()}
     x = array(mesh, (40, 30), "float32", 1)
-    program = jax.jit(on_ranks(mesh, lambda x: [cgx.compressed_pmean(x, way, codec) for way in (BOTH, BETWEEN)]))
+    program = on_ranks(mesh, lambda x: [cgx.compressed_pmean(x, way, codec) for way in (BOTH, BETWEEN)])
     found = list(map(digests, jax.block_until_ready(program(x))))
     mesh, x = the_mesh("data"), array(the_mesh("data"), (40, 30), "float32", 1)
     for schedule in "two_shot", UNEVEN:
         plan = cgx.Plan.every(cgx.PowerSGD(2), schedule=schedule)
-        program = jax.jit(
-            on_ranks(mesh, lambda x, plan=plan: [cgx.compressed_pmean(x, a, plan) for a in ("data", TCP)])
-        )
+        program = on_ranks(mesh, lambda x, plan=plan: [cgx.compressed_pmean(x, a, plan) for a in ("data", TCP)])
         plain, over_tcp = map(mine, program(x))
         np.testing.assert_allclose(over_tcp, plain, rtol=0, atol=1e-5 * np.abs(plain).max())
     plan = cgx.Plan.every(cgx.PowerSGD(2), fusion_mb=0.01, schedule="two_shot")
     ways = dict(), dict(overlap="backward"), dict(overlap=cgx.Priority(1000))
-    plain, *others = (
-        train(TCP, plan, read=lambda state: list(map(mine, state.params.values())), **way) for way in ways
-    )
+    read = lambda state: list(map(mine, state.params.values()))
+    plain, *others = (train(TCP, plan, read=read, **way) for way in ways)
     for trained in others:
         for x, y in zip(plain, trained, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5)
@@ -647,7 +629,7 @@ def explained():
     found = []
     for names, axes, codec in (("data",), TCP, cgx.MaxMin(4)), (BOTH, BETWEEN, RAW):
         mesh = the_mesh(*names)
-        program = jax.jit(on_ranks(mesh, lambda x, axes=axes, codec=codec: cgx.compressed_psum(x, axes, codec)))
+        program = on_ranks(mesh, lambda x, axes=axes, codec=codec: cgx.compressed_psum(x, axes, codec))
         found.append(str(cgx.explain(program, array(mesh, (4000,), "float32", 0), show=False)))
     return found
 
@@ -663,16 +645,14 @@ def adapted():
     for _ in range(4):
         topology.update()
         overlays.append(str(topology.overlay.trees))
-    x = array(mesh, (4000,), "float32", 0)
-    make = lambda schedule, codec=cgx.Raw(): (
-        lambda x: cgx.compressed_psum(x, TCP, cgx.Plan.every(codec, schedule=schedule))
-    )
-    total = jax.jit(on_ranks(mesh, make(topology.overlay)))(x)
+    x, every = array(mesh, (4000,), "float32", 0), cgx.Plan.every
+    total = lambda plan: on_ranks(mesh, lambda x: cgx.compressed_psum(x, TCP, plan))
+    last = total(every(cgx.Raw(), schedule=topology.overlay))(x)
     known = np.isfinite(topology.links.rates).mean() if jax.process_index() == 0 else None
-    finite = bool(np.isfinite(total.addressable_data(0)).all())
-    sent = lambda *given: cgx.explain(jax.jit(on_ranks(mesh, make(*given))), x, show=False).bytes
-    explained = [sent(schedule) for schedule in (UNEVEN, "one_shot", "two_shot", "ring")] if known else None
-    explained = explained and [*explained, sent("two_shot", cgx.MaxMin(4))]
+    finite = bool(np.isfinite(last.addressable_data(0)).all())
+    plans = [every(cgx.Raw(), schedule=schedule) for schedule in (UNEVEN, "one_shot", "two_shot", "ring")]
+    plans.append(every(cgx.MaxMin(4), schedule="two_shot"))
+    explained = [cgx.explain(total(plan), x, show=False).bytes for plan in plans] if known else None
     return overlays, topology.version, topology.probes, known, finite, explained
 
 
@@ -681,7 +661,7 @@ def sum_until(action, last):
     x = array(mesh, (200_000,), "float32", 0)
     collective = cgx.compressed_pmean if action == "differ" and last else cgx.compressed_psum
     schedule = "tree" if action in ("raise", "stay_away") else "two_shot"
-    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.Plan.every(cgx.MaxMin(4), schedule=schedule))))
+    program = on_ranks(mesh, lambda x: collective(x, axis, cgx.Plan.every(cgx.MaxMin(4), schedule=schedule)))
     topology = Topology(mesh, axis) if action == "update" else None
     connections.connect(1, 60)
     for i in range(10**9):
