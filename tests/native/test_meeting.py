@@ -49,6 +49,12 @@ def take(sock, number):
     return found
 
 
+def fails(words, *meetings):
+    """Checks that one of the meetings raises an error."""
+    with pytest.raises(MeetingError, match=words):
+        go_on(*meetings, until=lambda: False)
+
+
 def stranger(one):
     return socket.create_connection(("127.0.0.1", one.port))
 
@@ -78,10 +84,8 @@ def test_processes_with_other_connections_or_another_pace(theirs):
     words = "expected the same Tcp in every process, got {} in process {} and {} in process {}"
     with process(0) as first, process(1, links=theirs) as second:
         second.call(at(first))
-        with pytest.raises(MeetingError, match=words.format(theirs, 1, Links(), 0)):
-            go_on(second, first, until=lambda: False)
-        with pytest.raises(MeetingError, match=words.format(Links(), 0, theirs, 1)):
-            go_on(first, until=lambda: False)
+        fails(words.format(theirs, 1, Links(), 0), second, first)
+        fails(words.format(Links(), 0, theirs, 1), first)
 
 
 def test_those_who_wait_for_more_give_signs_of_life(monkeypatch):
@@ -100,8 +104,7 @@ def test_those_who_wait_for_more_give_signs_of_life(monkeypatch):
 def test_a_process_of_another_job_is_turned_away():
     with process(0) as first, process(1, secret=ANOTHER) as other, process(1) as second:
         other.call(at(first))
-        with pytest.raises(MeetingError, match=r"process 0 at 127.0.0.1, port \d+ turned this process away"):
-            go_on(first, other, until=lambda: False)
+        fails(r"process 0 at 127.0.0.1, port \d+ turned this process away", first, other)
         second.call(at(first))
         go_on(first, second, until=connected(first, second))
 
@@ -127,8 +130,7 @@ def test_the_secret_does_not_travel_to_whoever_listens():
             said = take(sock, HELLO.size + PROOF)
             assert len(said) == HELLO.size + PROOF and SECRET not in said
             sock.sendall(said[-PROOF:])  # the impostor knows no other proof
-            with pytest.raises(MeetingError, match="is not that process: it does not know the job's secret"):
-                second.step(1)
+            fails("is not that process: it does not know the job's secret", second)
 
 
 def test_an_old_proof_opens_nothing():
@@ -156,8 +158,7 @@ def test_another_version_listens(magic, words):
         second.step(1)
         with old.accept()[0] as sock:
             sock.sendall(HELLO.pack(magic, bytes(32), 0, 0, 1, 0))
-            with pytest.raises(MeetingError, match=words):
-                second.step(1)
+            fails(words, second)
 
 
 def test_another_version_calls():
@@ -174,8 +175,7 @@ def test_nobody_listens():
         port = nobody.getsockname()[1]
         nobody.close()
         second.call(Other(0, "127.0.0.1", port))
-        with pytest.raises(MeetingError, match=f"process 0 at 127.0.0.1, port {port} can't be reached: Connection ref"):
-            second.step(1)
+        fails(f"process 0 at 127.0.0.1, port {port} can't be reached: Connection ref", second)
 
 
 def test_one_that_ends_while_another_is_missing_is_noticed_by_all():
@@ -184,8 +184,7 @@ def test_one_that_ends_while_another_is_missing_is_noticed_by_all():
             second.call(at(first)), third.call(at(first)), third.call(at(second))
             go_on(first, second, third, until=lambda: [one.missing for one in (first, second, third)] == [[3]] * 3)
         for one in first, second:
-            with pytest.raises(MeetingError, match=r"process 2 at 127.0.0.1 has ended or left"):
-                one.step(LIMIT)
+            fails(r"process 2 at 127.0.0.1 has ended or left", one)
 
 
 def test_it_listens_at_the_addresses_it_is_told():
@@ -247,8 +246,7 @@ def test_a_connection_that_ends_with_its_handshake(monkeypatch):
     monkeypatch.setattr(socket.socket, "getpeername", getpeername)
     with process(0) as zero, process(1) as one:
         one.call(at(zero))
-        with pytest.raises(MeetingError, match="process 0 .* has ended or left"):
-            go_on(zero, one, until=connected(zero, one))
+        fails("process 0 .* has ended or left", zero, one)
 
 
 @pytest.fixture
@@ -275,8 +273,7 @@ def crowded(one):
 def test_a_child_does_not_keep_the_connections_of_a_process_that_is_killed(start):
     with process(0, 3) as first:
         one = start(FORKING, first.port)
-        with pytest.raises(MeetingError, match=r"process 1 at 127.0.0.1 has ended or left"):
-            go_on(first, until=lambda: False)
+        fails(r"process 1 at 127.0.0.1 has ended or left", first)
         assert one.wait() == -signal.SIGKILL
 
 
