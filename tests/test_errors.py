@@ -30,50 +30,39 @@ class Wrong(cgx.Codec):
         return jnp.zeros((len(x), 0)), x.astype(jnp.int32)
 
 
-# Seven whole wordings. Five more are in collectives/test_errors.py. Other tests check whom an error names.
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: cgx.MaxMin(bits=2.5), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 2.5"),
-        (
-            lambda: cgx.Float8("e3m4"),
-            ValueError,
-            "Float8: argument 'format': expected one of 'e4m3', 'e5m2', got 'e3m4'",
-        ),
-        (
-            lambda: cgx.encode(jnp.zeros(3), "maxmin"),
-            TypeError,
-            "encode: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got 'maxmin'",
-        ),
-        (
-            lambda: cgx.encode(jnp.zeros(3), STOCHASTIC),
-            ValueError,
-            "encode: argument 'key': expected a random key, because MaxMin(bits=4, rounding='stochastic') draws "
-            "random bits, got None; pass key=jax.random.key(...), another one every step",
-        ),
-        (
-            lambda: cgx.decode(jnp.zeros(31, jnp.uint8), cgx.MaxMin(), (9,), "float32"),
-            ValueError,
-            "decode: argument 'payload': expected uint8[32], which is what MaxMin(bits=4, bucket_size=512, "
-            "rounding='nearest', skip_incomplete=False, rotate=False) makes of float32[9], got uint8[31]",
-        ),
-        (
-            lambda: cgx.Plan(cgx.MaxMin(), [("kernal", cgx.Raw())]).explain({"kernel": jnp.zeros((9, 9))}, 2),
-            ValueError,
-            "Plan.explain: argument 'tree': expected a leaf for every rule of the plan, got none for Rule(codec=Raw(), "
-            "path='kernal') among 'kernel'; correct the rule, take it out, or make it optional=True",
-        ),
-        (
-            lambda: cgx.Plan.from_env(environ={"CGX_INTRA_BROADCAST": "2"}),
-            ValueError,
-            "Plan.from_env: variable CGX_INTRA_BROADCAST: expected one of 0, 1, got '2'",
-        ),
-    ],
-)
-def test_wordings(call, error, text):
+def said(error, call):
     with pytest.raises(error) as caught:
         call()
-    assert str(caught.value) == text
+    return str(caught.value)
+
+
+def test_wordings():
+    """Seven whole wordings. Five more are in collectives/test_errors.py. Other tests check whom an error names."""
+    assert (
+        said(TypeError, lambda: cgx.MaxMin(2.5)) == "MaxMin: argument 'bits': expected an integer from 1 to 8, got 2.5"
+    )
+    assert said(ValueError, lambda: cgx.Float8("e3m4")) == (
+        "Float8: argument 'format': expected one of 'e4m3', 'e5m2', got 'e3m4'"
+    )
+    assert said(TypeError, lambda: cgx.encode(X, "maxmin")) == (
+        "encode: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got 'maxmin'"
+    )
+    assert said(ValueError, lambda: cgx.encode(X, STOCHASTIC)) == (
+        "encode: argument 'key': expected a random key, because MaxMin(bits=4, rounding='stochastic') draws "
+        "random bits, got None; pass key=jax.random.key(...), another one every step"
+    )
+    assert said(ValueError, lambda: decode(PAYLOAD[1:])) == (
+        "decode: argument 'payload': expected uint8[32], which is what MaxMin(bits=4, bucket_size=512, "
+        "rounding='nearest', skip_incomplete=False, rotate=False) makes of float32[9], got uint8[31]"
+    )
+    plan = cgx.Plan(cgx.MaxMin(), [("kernal", cgx.Raw())])
+    assert said(ValueError, lambda: plan.explain({"kernel": jnp.zeros((9, 9))}, 2)) == (
+        "Plan.explain: argument 'tree': expected a leaf for every rule of the plan, got none for Rule(codec=Raw(), "
+        "path='kernal') among 'kernel'; correct the rule, take it out, or make it optional=True"
+    )
+    assert said(ValueError, lambda: cgx.Plan.from_env(environ={"CGX_INTRA_BROADCAST": "2"})) == (
+        "Plan.from_env: variable CGX_INTRA_BROADCAST: expected one of 0, 1, got '2'"
+    )
 
 
 def decode(payload=PAYLOAD, shape=(9,), dtype="float32"):
@@ -115,8 +104,7 @@ def test_a_gpu_without_the_cuda_half_says_so():
     if registration.MODULE and registration.MODULE.build_info()["cuda"]:
         pytest.skip("this build has a CUDA half")
     traced = jax.jit(lambda x: cgx.encode(x, cgx.MaxMin())).trace(jnp.zeros(3))
-    words = "jaxcgx_encode - GPU CUDA nvcc -Ccmake.define.JAXCGX_CUDA=ON JAXCGX_REFERENCE=1"
-    with names(NotImplementedError, words):
+    with names(NotImplementedError, "jaxcgx_encode - GPU CUDA nvcc -Ccmake.define.JAXCGX_CUDA=ON JAXCGX_REFERENCE=1"):
         traced.lower(lowering_platforms=("cuda",))
 
 
