@@ -9,12 +9,8 @@ LINK = Link(10**9, 10**9)
 
 @pytest.fixture
 def written(tmp_path):
-    def write(text):
-        path = tmp_path / "lab.toml"
-        path.write_text(text)
-        return path
-
-    return write
+    path = tmp_path / "lab.toml"
+    return lambda text: path.write_text(text) and path
 
 
 def test_links_of_single_hosts(written):
@@ -40,14 +36,9 @@ def test_what_a_change_does():
         def __init__(self):
             self.links, self.done = [LINK, LINK], []
 
-        def change(self, host, link):
-            self.done.append((host, link))
-
-        def cut(self, host):
-            self.done.append((host, "cut"))
-
-        def mend(self, host):
-            self.done.append((host, "mend"))
+        change = lambda self, *what: self.done.append(what)
+        cut = lambda self, host: self.change(host, "cut")
+        mend = lambda self, host: self.change(host, "mend")
 
     lab = Lab()
     files.Change(0, (0, 1), {"up": 5}, None).apply(lab)
@@ -73,14 +64,10 @@ WRONG_SCHEDULES = {
     '[[change]]\nat = "1s"\ncut = true\nhosts = []\n': "'hosts': expected a list of numbers from 0 to 1, got []",
     '[[change]]\nat = "1s"\ndelay = "1s"\n': "expected keys out of at, hosts, rate, up, down, cut, got 'delay'",
 }
-READERS = [
-    (lambda path: files.read_links(path, 2, LINK), WRONG_LINKS),
-    (lambda path: files.read_schedule(path, 2), WRONG_SCHEDULES),
-]
 
 
-@pytest.mark.parametrize(("read", "text", "words"), [(read, *row) for read, rows in READERS for row in rows.items()])
-def test_what_is_wrong_with_a_file(written, read, text, words):
+@pytest.mark.parametrize(("text", "words"), (WRONG_LINKS | WRONG_SCHEDULES).items())
+def test_what_is_wrong_with_a_file(written, text, words):
     with pytest.raises((TypeError, ValueError)) as error:
-        read(written(text))
+        files.read_links(written(text), 2, LINK) if text in WRONG_LINKS else files.read_schedule(written(text), 2)
     assert words in str(error.value)

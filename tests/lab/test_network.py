@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from errors import names
+from helpers import run
 
 from jaxcgx.lab import Lab, Link, network, why_not
 
@@ -100,15 +101,9 @@ def test_hosts_use_cubic_or_the_lab_says_why_not(capfd):
 @NEEDS
 def test_a_cable_between_two_hosts():
     with Lab(3, "1gbit") as lab:
-
-        def way(host, other):
-            words = f"ip -n {lab.namespace(host)} route get {lab.address(other)}".split()
-            return subprocess.run(words, capture_output=True, text=True, check=True).stdout
-
-        def most(device):
-            words = f"ip -n {lab.namespace(0)} -j -d link show {device}".split()
-            return json.loads(subprocess.run(words, capture_output=True, check=True).stdout)[0]["gso_max_size"]
-
+        ip = lambda host, words: run("ip", "-n", lab.namespace(host), *words.split()).stdout
+        way = lambda host, other: ip(host, f"route get {lab.address(other)}")
+        most = lambda device: json.loads(ip(0, f"-j -d link show {device}"))[0]["gso_max_size"]
         lab.join(0, 1, "10mbit")
         # A packet of this many bytes passes the token bucket whole.
         assert most("eth0") == 65_536 and most("to1") == 14_400
