@@ -62,8 +62,7 @@ def slurm(tmp_path, monkeypatch):
     key = tmp_path / "munge/key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    text = CONFIG.format(controller=free_port(), daemon=free_port(), folder=tmp_path)
-    (tmp_path / "slurm.conf").write_text(text)
+    (tmp_path / "slurm.conf").write_text(CONFIG.format(controller=free_port(), daemon=free_port(), folder=tmp_path))
     for number in range(4):
         (tmp_path / f"gpu{number}").touch()
     (tmp_path / "gres.conf").write_text(f"NodeName=localhost Name=gpu File={tmp_path}/gpu[0-3]\n")
@@ -124,13 +123,11 @@ def test_a_killed_task_and_a_requeue(slurm, tmp_path, monkeypatch):
     wait(lambda: state() == "COMPLETED", log)
     text = log.read_text()
     assert "4 ranks, goes on from step" in text and text.rstrip().splitlines()[-1].startswith("next: "), text
-    numbers = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert max(numbers) == 400
+    assert max(json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()) == 400
 
 
 def test_the_pods_of_kubernetes(tmp_path):
-    jobset = yaml.safe_load((ROOT / "recipes/launching/jobset.yaml").read_text())
-    (ranks,) = jobset["spec"]["replicatedJobs"]
+    (ranks,) = yaml.safe_load((ROOT / "recipes/launching/jobset.yaml").read_text())["spec"]["replicatedJobs"]
     versions = dict(apiVersion="batch/v1", kind="Job", metadata={"name": "jaxcgx-ranks-0"})
     validate = importlib.import_module("kubernetes_validate").validate
     validate(versions | {"spec": ranks["template"]["spec"]}, "1.30", strict=True)
@@ -142,10 +139,8 @@ def test_the_pods_of_kubernetes(tmp_path):
     values = {each["name"]: each.get("value") for each in container["env"]}
     address = f"localhost:{free_port()}"  # in place of the first pod's name
     values |= dict(JAX_COORDINATOR_ADDRESS=address, JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false")
-    pods = [
-        subprocess.Popen([sys.executable, *words], cwd=ROOT, env=os.environ | values | {"JAX_PROCESS_ID": str(i)})
-        for i in range(int(values["JAX_NUM_PROCESSES"]))
-    ]
+    each = [os.environ | values | {"JAX_PROCESS_ID": str(i)} for i in range(int(values["JAX_NUM_PROCESSES"]))]
+    pods = [subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env) for env in each]
     assert [pod.wait(LIMIT) for pod in pods] == [0, 0]
     (metrics,) = tmp_path.glob("runs/*/metrics.jsonl")
     assert json.loads(metrics.read_text().splitlines()[-1])["step"] == 4

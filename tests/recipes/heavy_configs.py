@@ -3,11 +3,8 @@
 import jax
 import pytest
 
-LARGE = {
-    "cifar/resnet20": {},
+LARGE = {f"{name}/resnet20": {} for name in ("cifar", "digits", "fashion_mnist")} | {
     "cifar/resnet56": {},
-    "digits/resnet20": {},
-    "fashion_mnist/resnet20": {},
     "imagenet/resnet50": {"data.size": 32, "compression": "cgx4"},
     "text/gpt": {},
     "imagenet/vgg16": {"data.size": 32, "model.hidden": 64, "compression": "dgc"},
@@ -26,9 +23,10 @@ def test_gpt_as_written(run, tmp_path):
     assert next(tmp_path.glob("*/plot.txt")).read_text().startswith("text, gpt, none, 2 ranks")
 
 
-@pytest.mark.parametrize(
-    "files, devices, steps", [("cifar/resnet20 dgc/wm5 dgc/fp16 dgc/int32", 8, 2), ("imagenet/resnet50 dgc/wm0", 2, 20)]
-)
+CASES = [("cifar/resnet20 dgc/wm5 dgc/fp16 dgc/int32", 8, 2), ("imagenet/resnet50 dgc/wm0", 2, 20)]
+
+
+@pytest.mark.parametrize("files, devices, steps", CASES)
 def test_the_files_of_dgc(files, devices, steps, train, tmp_path):
     """They train, on as many ranks and on images of the same size as there, with few images for each rank."""
     paths = (f"configs/{name}.py" for name in files.split())

@@ -21,8 +21,7 @@ CONFIG = f"--config={RECIPES}/configs/digits/mlp.py"
 def test_a_first_run(train, tmp_path):
     """The run ends with accuracy, bytes, a plot and the next command."""
     arguments = CONFIG, "--compression=dgc-wm0", "--config.train.steps=20", f"--runs={tmp_path}"
-    line = [sys.executable, RECIPES / "train.py", *arguments]
-    done = run(*line)
+    done = run(sys.executable, RECIPES / "train.py", *arguments)
     first, few, accuracy, sent, files, following = done.stdout.splitlines()
     assert first == "digits-mlp-dgc-wm0: digits, 33,738 parameters, 4 ranks, 20 steps"
     assert few.startswith("20 steps are few for a ratio of 0.001 without a warm-up: --compression=dgc")
@@ -51,28 +50,22 @@ def test_benchmark(train, monkeypatch):
 
 
 def test_errors_are_one_line(train, tmp_path, monkeypatch):
-    distributed = [CONFIG, "--launch=distributed"]
-    monkeypatch.setattr(train.launch.cgx, "keep_pages", lambda: None)
-    for variables, starts in (
-        ({}, "jax.distributed.initialize() must"),
-        ({"JAX_NUM_PROCESSES": "x"}, "invalid literal"),
-    ):
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            train.main(distributed)
-        assert ended.value.code.startswith(f"train.py: --launch=distributed: {starts}"), ended.value.code
-        assert "\n" not in ended.value.code
-    monkeypatch.setattr(train.launch, "start", lambda *args: train.launch.World(1, 0, 1, None, None))
-    for arguments, starts in (
-        ([CONFIG, "--config.train.stepz=1"], "train.py: config.train.stepz: there is no such key"),
-        ([CONFIG, "--suffix=a", "--suffix=b"], "train.py: --suffix: it is given twice"),
-        ([CONFIG, "--config.train.steps=1", "--configs.train.steps=2"], "train.py: --configs.train.steps: it is given"),
-        ([CONFIG, "--suffix=../x"], "train.py: --suffix: expected the end of a folder's name, got '../x'"),
-    ):
+    def refuses(starts, *arguments):
         with pytest.raises(SystemExit) as ended:
-            train.main(arguments)
-        assert ended.value.code.startswith(starts) and "\n" not in ended.value.code
+            train.main([CONFIG, *arguments])
+        said = ended.value.code
+        assert said.startswith(f"train.py: {starts}") and "\n" not in said, said
+
+    monkeypatch.setattr(train.launch.cgx, "keep_pages", lambda: None)
+    refuses("--launch=distributed: jax.distributed.initialize() must", "--launch=distributed")
+    with monkeypatch.context() as patch:
+        patch.setenv("JAX_NUM_PROCESSES", "x")
+        refuses("--launch=distributed: invalid literal", "--launch=distributed")
+    monkeypatch.setattr(train.launch, "start", lambda *args: train.launch.World(1, 0, 1, None, None))
+    refuses("config.train.stepz: there is no such key", "--config.train.stepz=1")
+    refuses("--suffix: it is given twice", "--suffix=a", "--suffix=b")
+    refuses("--configs.train.steps: it is given", "--config.train.steps=1", "--configs.train.steps=2")
+    refuses("--suffix: expected the end of a folder's name, got '../x'", "--suffix=../x")
 
 
 def test_devices_of_several_processes(train, refuses):
@@ -153,15 +146,9 @@ def test_ray_without_room_for_all_workers(train, monkeypatch, capsys):
         train_one = types.SimpleNamespace(remote=lambda arguments, folder, world: kept.append(world))
         return lambda worker: types.SimpleNamespace(remote=make)
 
-    fake = dict(
-        init=lambda **options: None,
-        remote=remote,
-        wait=lambda calls, num_returns, timeout: (calls[:2], calls[2:]),
-        get=lambda calls: calls,
-        kill=lambda worker: None,
-        cluster_resources=lambda: {"CPU": 2},
-        available_resources=dict,
-    )
+    fake = dict(init=lambda **options: None, remote=remote, get=lambda calls: calls, kill=lambda worker: None)
+    fake |= dict(wait=lambda calls, num_returns, timeout: (calls[:2], calls[2:]))
+    fake |= dict(cluster_resources=lambda: {"CPU": 2}, available_resources=dict)
     with_ray(monkeypatch, **fake).main(["--workers=3", CONFIG])
     assert "Ray has room for only 2 of 3 workers\n2 workers: processes 7 7\n" in capsys.readouterr().out
     assert [world["JAX_NUM_PROCESSES"] for world in kept] == ["2", "2"]

@@ -69,14 +69,12 @@ def test_attention_of_transformer_xl(load):
             scores = [(query[i, head] + u) @ key[j, head] + (query[i, head] + v) @ away[j][head] for j in places]
             shares = np.exp(np.array(scores) / 2)
             expected[i, head] = shares / shares.sum() @ value[: i + 3, head]
-    np.testing.assert_allclose(
-        one(jnp.asarray(x), jnp.asarray(before))[0], expected @ weights["out"], rtol=1e-4, atol=1e-6
-    )
+    found = one(jnp.asarray(x), jnp.asarray(before))[0]
+    np.testing.assert_allclose(found, expected @ weights["out"], rtol=1e-4, atol=1e-6)
     model = make(dataset._replace(shape=(6,), classes=5), "transformer_xl", **options)
     logits = lambda tokens: model.predict(model.params, model.state, jnp.array([tokens]))[0]
-    first, second = logits([0, 1, 2, 3, 4, 0]), logits([0, 1, 3, 3, 4, 0])
-    same = np.isclose(first, second).all(1)
-    assert same.tolist() == [True, True, False, False, False, False]
+    same = np.isclose(logits([0, 1, 2, 3, 4, 0]), logits([0, 1, 3, 3, 4, 0])).all(1)
+    assert same.tolist() == [True] * 2 + [False] * 4
 
 
 def test_initial_weights(load):
@@ -101,8 +99,7 @@ WARM = {1: 0.02, 2.5: 0.05, 5: 0.1}
 @pytest.mark.parametrize(
     "name, batch_size, epochs, rates",
     [
-        ("cifar/resnet20", *RESNET),
-        ("cifar/resnet56", *RESNET),
+        *((f"cifar/resnet{depth}", *RESNET) for depth in (20, 56)),
         ("imagenet/resnet50", 256, 90, WARM | {29.9: 0.1, 30.1: 0.01, 59.9: 0.01, 60.1: 1e-3, 79.9: 1e-3, 80.1: 1e-4}),
         ("imagenet/vgg16", 256, 74, {0: 0.01, 24.9: 0.01, 25.1: 1e-3, 49.9: 1e-3, 50.1: 1e-4, 64.9: 1e-4, 65.1: 1e-5}),
         ("text/gpt", 32, 10, {0.25: 5e-4, 0.5: 1e-3, 5.25: 5e-4, 10: 0}),
@@ -121,8 +118,7 @@ def test_rates(name, batch_size, epochs, rates, load):
 @pytest.mark.parametrize(
     "name, nesterov, decay, decay_1d",
     [
-        ("cifar/resnet20", False, 1e-4, 1e-4),
-        ("cifar/resnet56", False, 1e-4, 1e-4),
+        *((f"cifar/resnet{depth}", False, 1e-4, 1e-4) for depth in (20, 56)),
         ("imagenet/resnet50", True, 1e-4, 0),  # batch norm has no weight decay
         ("imagenet/vgg16", False, 5e-4, 5e-4),
     ],
@@ -132,8 +128,7 @@ def test_sgd(name, nesterov, decay, decay_1d, load):
     config, _ = load(name)
     section = config.optimizer.to_dict()
     optimizers = importlib.import_module("optimizers")
-    applied = optimizers.Applied(momentum=False, clip=False)
-    optimizer, _ = optimizers.make(lambda step: 0.1, applied, **section)
+    optimizer, _ = optimizers.make(lambda step: 0.1, optimizers.Applied(momentum=False, clip=False), **section)
     params = dict(matrix=jnp.ones((2, 2)), norm=jnp.ones(2))
     state, trace = optimizer.init(params), 0
     for _ in range(2):
@@ -147,8 +142,7 @@ def test_sgd(name, nesterov, decay, decay_1d, load):
 def test_adam(load):
     """Its options are GPT-3's: b1 = 0.9, b2 = 0.95, a weight decay of 0.1 for matrices, gradients of at most norm 1."""
     optimizers, section = importlib.import_module("optimizers"), load("text/gpt")[0].optimizer.to_dict()
-    applied = optimizers.Applied(momentum=False, clip=False)
-    optimizer, moved = optimizers.make(lambda step: 0.1, applied, **section)
+    optimizer, moved = optimizers.make(lambda step: 0.1, optimizers.Applied(momentum=False, clip=False), **section)
     params = dict(matrix=jnp.ones((2, 2)), norm=jnp.ones(2))
     state, mean, square = optimizer.init(params), 0.0, 0.0
     for step, size in enumerate((4.0, 0.1), 1):  # the first gradient has a norm above 1

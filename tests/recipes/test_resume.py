@@ -31,15 +31,8 @@ RECIPES = pathlib.Path(__file__).parents[2] / "recipes"
 ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `recipes`")
 
 # Dropout has random streams. DGC has residuals, momentum and a warm-up.
-GPT = {
-    "model.layers": 1,
-    "model.width": 32,
-    "compression": "dgc",
-    "train.log_every": 1,
-    "train.save_every": 5,
-    "compression.warmup_epochs": 1,
-    "data.context": 16,
-}
+TINY = {"model.layers": 1, "model.width": 32, "data.context": 16}
+GPT = TINY | {"compression": "dgc", "compression.warmup_epochs": 1, "train.log_every": 1, "train.save_every": 5}
 
 
 def checkpoint(folder, step):
@@ -58,9 +51,13 @@ def assert_same_bits(ours, theirs):
         np.testing.assert_array_equal(words(x), words(y))
 
 
+def metrics(folder):
+    return [json.loads(line) for line in next(folder.glob("*/metrics.jsonl")).read_text().splitlines()]
+
+
 def lines(folder):
-    found = [json.loads(line) for line in next(folder.glob("*/metrics.jsonl")).read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "examples_per_second"} for line in found if "bytes" not in line]
+    found = [line for line in metrics(folder) if "bytes" not in line]
+    return [{k: v for k, v in line.items() if k != "examples_per_second"} for line in found]
 
 
 def test_same_bits(run, train, tmp_path, monkeypatch):
@@ -104,8 +101,7 @@ def test_a_sampler_beside_a_fine_tuning(run, tmp_path, monkeypatch, capsys):
     The sampler has its last ones, in bfloat16.
     """
     first, second, weights = (tmp_path / name for name in ("first", "second", "weights"))
-    small = {key: GPT[key] for key in ("model.layers", "model.width", "data.context")} | {"train.steps": 2}
-    small |= {"compression": "diloco", "compression.every": 2}
+    small = TINY | {"train.steps": 2, "compression": "diloco", "compression.every": 2}
     run("text/gpt", small, runs=first)
     more = f"--init={next(first.iterdir())}", f"--publish={weights}"
     run("text/gpt", small | {"schedule.rate": 1e-9, "train.seed": 1}, runs=second, more=more)
@@ -235,14 +231,14 @@ def test_processes_agree_on_a_checkpoint(train, tmp_path, monkeypatch, refuses):
     refuses(r"\(No such file or directory\); to begin anew, remove this folder$", checkpoints.restore, "state")
 
 
-def test_a_process_that_does_not_see_the_folder_ends_a_save(train, tmp_path, monkeypatch):
+def test_a_process_that_does_not_see_the_folder_ends_a_save(train, tmp_path, monkeypatch, refuses):
     """Otherwise, it would wait for minutes. A process with the folder goes on at once."""
     checkpoints = importlib.import_module("checkpoints")
     monkeypatch.setattr(checkpoints, "SEEN", 0)
     checkpoints._wait(tmp_path)
     world = types.SimpleNamespace(comm=None, speaks=False, together=contextlib.nullcontext)
-    with pytest.raises(train.Wrong, match=r"can't save .* step 3: a process doesn't see .*; all hosts must see --runs"):
-        train.Checkpoints(tmp_path, world, print).save(3, {})
+    words = r"can't save .* step 3: a process doesn't see .*; all hosts must see --runs"
+    refuses(words, train.Checkpoints(tmp_path, world, print).save, 3, {})
 
 
 def test_an_old_checkpoint_that_can_not_be_removed(run, tmp_path, monkeypatch):
@@ -255,8 +251,8 @@ def test_an_old_checkpoint_that_can_not_be_removed(run, tmp_path, monkeypatch):
 def test_other_data(run, train, tmp_path, refuses):
     """A run can't continue with it, and processes can't have it."""
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 25)
-    changes = {"model.layers": 1, "model.width": 32, "data.context": 16, "data": "text", "train.steps": 5}
-    go = lambda: run("text/gpt", changes | {"data.files": f"{tmp_path}/*.txt"}, runs=tmp_path / "runs")
+    changes = TINY | {"data": "text", "train.steps": 5, "data.files": f"{tmp_path}/*.txt"}
+    go = lambda: run("text/gpt", changes, runs=tmp_path / "runs")
     go()
     (tmp_path / "a.txt").write_text("To be or not to be, that is the question. " * 25)
     refuses(r"data\.\w+\.checksum: the run in .* has \d+, got \d+; start another run", go)
@@ -283,34 +279,32 @@ def test_two_runs_in_a_folder(run, train, tmp_path, monkeypatch, refuses):
     refuses(r"config\.train\.seed: the run in .* has 1, got 0", run, "digits/mlp", {"train.steps": 4})
 
 
-def test_a_folder_whose_files_are_damaged(run, train, tmp_path, refuses):
+def test_a_folder_whose_files_are_damaged(run, tmp_path, refuses):
     run("digits/mlp", {"train.steps": 2})
     folder = next(tmp_path.glob("*"))
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(train.Wrong, match=f"{folder}/metrics.jsonl: the results of this run, which has ended, aren't"):
-        run("digits/mlp", {"train.steps": 2})
-    (folder / "metrics.jsonl").write_text("\0\n")
-    refuses(f"{folder}/metrics.jsonl: .*; mend the file, or remove the folder", run, "digits/mlp", {"train.steps": 3})
-    (folder / "config.json").write_text("")
-    refuses(f"{folder}/config.json: .*; mend the file, or remove the folder", run, "digits/mlp", {"train.steps": 3})
+    words = "the results of this run, which has ended, aren't"
+    refuses(f"{folder}/metrics.jsonl: {words}", run, "digits/mlp", {"train.steps": 2})
+    for name, text in ("metrics.jsonl", "\0\n"), ("config.json", ""):
+        (folder / name).write_text(text)
+        refuses(f"{folder}/{name}: .*; mend the file, or remove the folder", run, "digits/mlp", {"train.steps": 3})
 
 
-def test_no_checkpoint_of_a_loss_that_is_not_finite(run, train, tmp_path):
-    with pytest.raises(train.Wrong, match=r"step \d+: the loss is (nan|inf); try a lower config\.schedule\.rate"):
-        run("digits/mlp", {"schedule.rate": 1e9, "train.log_every": 500, "train.save_every": 5, "train.test_every": 9})
+def test_no_checkpoint_of_a_loss_that_is_not_finite(run, tmp_path, refuses):
+    changes = {"schedule.rate": 1e9, "train.log_every": 500, "train.save_every": 5, "train.test_every": 9}
+    refuses(r"step \d+: the loss is (nan|inf); try a lower config\.schedule\.rate", run, "digits/mlp", changes)
     for step in (path.name for path in tmp_path.glob("*/checkpoints/*")):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(checkpoint(tmp_path, step)) if x.dtype.kind == "f")
 
 
 def test_processes_with_other_data(train):
     """All of them end, with the same line."""
-    content = {"train.examples": 90, "train.checksum": 5}
     for mine, says in ((90, None), (80, r"process 0 has other data than process 1: train\.examples is 90 and 80; all")):
         others = iter([[90, 5], bytes(train.launch.LINE)])
         comm = types.SimpleNamespace(allgather=lambda given: [next(others), given])
         world = train.launch.World(2, 1, 1, None, comm)
         with pytest.raises(train.Wrong, match=says) if says else contextlib.nullcontext():
-            train.check_same(content | {"train.examples": mine}, world)
+            train.check_same({"train.examples": mine, "train.checksum": 5}, world)
 
 
 def test_speed_is_that_of_steps(run, train, tmp_path, monkeypatch):
@@ -318,5 +312,4 @@ def test_speed_is_that_of_steps(run, train, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
     often = {"train.log_every": 3, "train.save_every": 1, "train.test_every": 0.01}
     run("digits/mlp", often | {"train.steps": 7, "train.batch_size": 8}, devices=3)
-    found = [json.loads(line) for line in next(tmp_path.glob("*/metrics.jsonl")).read_text().splitlines()]
-    assert [line["examples_per_second"] for line in found if "examples_per_second" in line] == [6.0] * 3
+    assert [line["examples_per_second"] for line in metrics(tmp_path) if "examples_per_second" in line] == [6.0] * 3
