@@ -27,21 +27,10 @@ RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results"
 FOUR = cgx.MaxMin(4)
 MEASURED = dict(encode=27e9, decode=27e9, reduce=54e9)  # as in benchmarks/prediction.py
 SHAPES = {"kernel": jax.ShapeDtypeStruct((96, 130), jnp.float32), "bias": jax.ShapeDtypeStruct((130,), jnp.float32)}
-CODECS = [
-    FOUR,
-    cgx.MaxMin(4, rotate=True),
-    cgx.MaxMin(4, rounding="correlated"),
-    cgx.Micro(),
-    cgx.Micro("mxfp8"),
-    cgx.ByteGrad(),
-    cgx.Cast(),
-    cgx.Sign(33),
-    cgx.Eden(3, 128),
-    cgx.Lossless(),
-    cgx.TopK(0.05),
-    cgx.TopK(0.05, pull="top"),
-    cgx.PowerSGD(2),
-]
+CODECS = [FOUR, cgx.MaxMin(4, rotate=True), cgx.MaxMin(4, rounding="correlated"), *map(cgx.Micro, ("nvfp4", "mxfp8"))]
+CODECS += [cgx.ByteGrad(), cgx.Cast(), cgx.Sign(33), cgx.Eden(3, 128), cgx.Lossless()]
+CODECS += [cgx.TopK(0.05), cgx.TopK(0.05, pull="top"), cgx.PowerSGD(2)]
+NUMBERS = {name: np.ones((4, *leaf.shape), np.float32) for name, leaf in SHAPES.items()}  # of 4 ranks
 
 
 @pytest.fixture(autouse=True)
@@ -73,21 +62,19 @@ def test_a_codec_that_sends_nothing():
 
 @functools.cache
 def plain_bytes():
-    x = {name: jnp.ones((4, *leaf.shape)) for name, leaf in SHAPES.items()}
-    return cgx.explain(on_ranks(lambda x: jax.lax.psum(x, "a"), mesh(4)), x, show=False).bytes
+    return cgx.explain(on_ranks(lambda x: jax.lax.psum(x, "a"), mesh(4)), NUMBERS, show=False).bytes
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_bytes_are_those_of_programs(codec):
     found = advice(codecs=[codec])
-    x = {name: jnp.ones((4, *leaf.shape)) for name, leaf in SHAPES.items()}
     for row in found.rows[1:]:
         if codec.sparse and row.schedule == "ring" and codec.sums_grow:
             continue  # this sum doesn't exist
         schedule = "auto" if codec.low_rank else row.schedule
         plan, key = cgx.Plan(codec, schedule=schedule), jax.random.key(0) if codec.stochastic else None
         run = on_ranks(lambda x, plan=plan, key=key: cgx.compressed_psum(x, "a", plan, key=key), mesh(4))
-        assert abs(row.bytes - cgx.explain(run, x, show=False).bytes) <= 2, row  # two sums of factors are rounded
+        assert abs(row.bytes - cgx.explain(run, NUMBERS, show=False).bytes) <= 2, row  # two sums of factors are rounded
     assert abs(found.rows[0].bytes - plain_bytes()) <= 2
 
 
@@ -141,8 +128,7 @@ def test_leaves_of_a_message_share_its_latency():
 def test_errors_of_low_rank_are_those_of_the_largest_matrix():
     vector = lambda rank: np.random.default_rng(rank).normal(size=500)
     tree = lambda rank: {"w": np.outer(np.arange(64) + rank, np.arange(48)), "b": vector(rank)}
-    row = advice(codecs=[cgx.PowerSGD(4)], gradients=[tree(0), tree(1)], max_error=1).rows[1]
-    assert row.error < 1e-6
+    assert advice(codecs=[cgx.PowerSGD(4)], gradients=[tree(0), tree(1)], max_error=1).rows[1].error < 1e-6
 
 
 @pytest.mark.parametrize("overlap_mb", [None, 8])
@@ -200,8 +186,7 @@ def test_only_the_transfer_that_is_not_hidden_counts():
     # Over Tcp, kernels and bytes overlap.
     assert advise.step_seconds(0.3, [(1, costs.Time(0.01, 0.2, 4))], overlap=True) == pytest.approx(0.5025)
     # The first half is ready at 0.2 and travels until 0.31. The second half is ready at 0.32 and travels until 0.42.
-    halves = [(0.5, costs.Time(0.01, 0.1))] * 2
-    assert advise.step_seconds(0.3, halves, overlap=True) == pytest.approx(0.42)
+    assert advise.step_seconds(0.3, [(0.5, costs.Time(0.01, 0.1))] * 2, overlap=True) == pytest.approx(0.42)
 
 
 def test_local_steps_and_stragglers(monkeypatch):
@@ -277,16 +262,10 @@ def test_steps_against_measured_steps():
     for row in json.loads((RESULTS / "overlap.json").read_text())["rows"]:
         cluster = cgx.Cluster(world=2, link=row["rate"], over="tcp")
         network = dataclasses.replace(cluster.between("tcp"), **MEASURED)
+        tree = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 16
+        given = dict(tree=tree, nodes=2, each=1, compute=row["ms"]["compute"] / 1e3, inner=cluster.inside())
         for name, fusion_mb in ("at the end", 64), ("overlapped", 4):
-            case = advise.Case(
-                tree=[jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 16,
-                nodes=2,
-                each=1,
-                compute=row["ms"]["compute"] / 1e3,
-                overlap=name == "overlapped",
-                fusion_mb=fusion_mb,
-                inner=cluster.inside(),
-            )
+            case = advise.Case(**given, overlap=name == "overlapped", fusion_mb=fusion_mb)
             found = case.choice(FOUR, "one_shot", network=network, error=0.0).step
             off.setdefault((name, row["rate"]), []).append(1e3 * found / row["ms"][name] - 1)
     ends = [*off["at the end", "1gbit"], *off["at the end", "200mbit"]]
@@ -346,8 +325,7 @@ def test_models_have_their_published_numbers_of_parameters(name):
 
 
 def test_a_number_of_parameters_in_layers():
-    found = shapes.read("340M", 24)
-    sizes = {name: x.size for name, x in found.items()}
+    sizes = {name: x.size for name, x in shapes.read("340M", 24).items()}
     assert sum(sizes.values()) == 340_000_000 and 0 <= sizes.pop("rest") < 340_000_000 / 100
     assert {name.split("/")[1] for name in sizes} == {*map(str, range(24))}
     assert sum(x.size for x in shapes.read("25", 1).values()) == 25  # of width 1
@@ -446,22 +424,20 @@ def test_what_the_command_refuses(words, said):
 
 
 ONE, OTHER = [{"w": np.ones((4, 4))}], [{"w": np.ones((4, 5))}]
-REFUSED = {
-    "advise": [
-        (lambda: advice(gradients=ONE), ValueError, "gradients", "1 trees"),
-        (lambda: advice(gradients=ONE + OTHER), ValueError, "gradients", "2 trees"),
-        (lambda: advice({"w": 3.0}), TypeError, "tree ['w']", "3.0"),
-        (lambda: advice({"w": types.SimpleNamespace(shape=(4,))}), TypeError, "tree ['w']", "namespace"),
-        (lambda: advice(compute_ms=-1), ValueError, "compute_ms", "-1"),
-        (lambda: advice(overlap_mb=0), ValueError, "overlap_mb", "0"),
-        (lambda: advice(codecs=[4]), TypeError, "codecs", "4"),
-        (lambda: advice(codecs=[]), TypeError, "codecs", "[]"),
-        (lambda: advice(codecs=FOUR), TypeError, "codecs", "MaxMin("),
-        (lambda: advice(max_error="x"), TypeError, "max_error", "'x'"),
-        (lambda: cgx.advise(SHAPES, "1gbit"), TypeError, "cluster", "'1gbit'"),
-    ]
-}
-test_what_advise_refuses = table(REFUSED)
+REFUSED = [
+    (lambda: advice(gradients=ONE), ValueError, "gradients", "1 trees"),
+    (lambda: advice(gradients=ONE + OTHER), ValueError, "gradients", "2 trees"),
+    (lambda: advice({"w": 3.0}), TypeError, "tree ['w']", "3.0"),
+    (lambda: advice({"w": types.SimpleNamespace(shape=(4,))}), TypeError, "tree ['w']", "namespace"),
+    (lambda: advice(compute_ms=-1), ValueError, "compute_ms", "-1"),
+    (lambda: advice(overlap_mb=0), ValueError, "overlap_mb", "0"),
+    (lambda: advice(codecs=[4]), TypeError, "codecs", "4"),
+    (lambda: advice(codecs=[]), TypeError, "codecs", "[]"),
+    (lambda: advice(codecs=FOUR), TypeError, "codecs", "MaxMin("),
+    (lambda: advice(max_error="x"), TypeError, "max_error", "'x'"),
+    (lambda: cgx.advise(SHAPES, "1gbit"), TypeError, "cluster", "'1gbit'"),
+]
+test_what_advise_refuses = table({"advise": REFUSED})
 
 
 def test_encoding_is_measured_and_counted_with_feedback(monkeypatch):
@@ -505,15 +481,13 @@ def measured(monkeypatch, tmp_path, again, *runs):
     left = [machine.Kernels(*[speed] * 4, busy=busy) for speed, busy in runs]
     monkeypatch.setattr(machine, "_programs", lambda codec: [])
     monkeypatch.setattr(machine, "_measure", lambda programs: left.pop(0))
-    found = machine.kernels(FOUR, again)
-    return found, len(runs) - len(left)
+    return machine.kernels(FOUR, again), len(runs) - len(left)
 
 
 def test_kernels_are_measured_until_two_runs_agree(monkeypatch, tmp_path):
     found, taken = measured(monkeypatch, tmp_path, False, (10.0, 0.0), (8.0, 0.0), (9.5, 0.0), (10.0, 0.0))
     assert (found.encode, taken) == (9.5, 3) and found.spread == pytest.approx(0.05)
-    runs = [(2.0**i, 0.0) for i in range(6)]
-    found, taken = measured(monkeypatch, tmp_path, True, *runs)
+    found, taken = measured(monkeypatch, tmp_path, True, *[(2.0**i, 0.0) for i in range(6)])
     assert taken == machine.RUNS and found.spread == 0.5
 
 

@@ -129,12 +129,8 @@ def test_leaders(schedule):
 
 @pytest.mark.short
 def test_raw_leaves_say_why():
-    x = {
-        "e": jnp.zeros((0, 3)),
-        "k/1": {'"odd" (name)': jnp.zeros((3, 2), jnp.int32)},
-        "n": jnp.zeros(5, jnp.int8),
-        "w": jnp.zeros(100),
-    }
+    x = {"e": jnp.zeros((0, 3)), "k/1": {'"odd" (name)': jnp.zeros((3, 2), jnp.int32)}}
+    x |= {"n": jnp.zeros(5, jnp.int8), "w": jnp.zeros(100)}
     found = quiet(psum(), x)
     # Rows are in the order of the leaves, with their own sizes, however XLA has changed them.
     assert [(leaf.function, leaf.path, leaf.dtype, leaf.bytes, leaf.reason) for leaf in found.raw] == [
@@ -307,14 +303,10 @@ def test_nothing():
 
 @pytest.mark.parametrize(
     ("fn", "words"),
-    [
-        (None, "explain fn None"),
-        (jnp.zeros(2), "explain fn Array("),
-        (jax.jit(jnp.sin).lower(1.0), "explain args 1 behind Lowered"),
-    ],
+    [(None, "fn None"), (jnp.zeros(2), "fn Array("), (jax.jit(jnp.sin).lower(1.0), "args 1 behind Lowered")],
 )
 def test_bad_input(fn, words):
-    with names(TypeError, words):
+    with names(TypeError, f"explain {words}"):
         cgx.explain(fn, jnp.zeros(3))
 
 
@@ -339,5 +331,4 @@ def test_functions_and_programs_of_any_kind(way):
 def test_a_bare_array_has_the_name_of_its_parameter():
     loss = lambda w, x: (cgx.sync_in_backward(w, "a", cgx.MaxMin(4)) * x).sum()
     step = jax.shard_map(jax.grad(loss), mesh=mesh(("a", 2)), in_specs=(P(), P("a")), out_specs=P())
-    text = str(quiet(step, normal((500,)), normal((1000,))))
-    assert "sync_in_backward  MaxMin(bits=4)  one_shot  params" in text
+    assert "sync_in_backward  MaxMin(bits=4)  one_shot  params" in str(quiet(step, normal((500,)), normal((1000,))))

@@ -8,11 +8,9 @@ import pytest
 from jaxcgx import __main__
 from jaxcgx.report import figures, results
 
+ms = lambda n: {"psum": [1.0 * n, 2.0 * n, 3.0 * n], "ring": 2.5}
 DATA = dict(
-    rows=[
-        dict(network="1 Gbit/s", size_bytes=2**n, ms={"psum": [1.0 * n, 2.0 * n, 3.0 * n], "ring": 2.5}, ok=n > 3)
-        for n in (3, 4, 5)
-    ],
+    rows=[dict(network="1 Gbit/s", size_bytes=2**n, ms=ms(n), ok=n > 3) for n in (3, 4, 5)],
     parts=[dict(name="a <b>", ms=1.0, of=None), dict(name="c", ms=20_000.5, of=1)],
     long=[dict(n=n) for n in range(figures.MOST + 1)],
     short=[dict(n=1000 + n) for n in range(figures.MOST)],

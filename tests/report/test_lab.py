@@ -51,12 +51,9 @@ def carried(data, host, key, first):
 def test_a_rate_that_changes_and_a_link_that_breaks(tmp_path, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # test_figures.py draws
     (tmp_path / "links.toml").write_text('[host1]\ndelay = "30ms"\n')
-    (tmp_path / "schedule.toml").write_text(
-        '[[change]]\nat = "300ms"\nup = "2mbit"\n'
-        '[[change]]\nat = "1s"\nhosts = [0]\ncut = true\n'
-        '[[change]]\nat = "1400ms"\nhosts = [0]\ncut = false\n'
-        '[[change]]\nat = "1400ms"\nrate = "20mbit"\n'
-    )
+    changes = 'at = "300ms"\nup = "2mbit"', 'at = "1s"\nhosts = [0]\ncut = true'
+    changes += 'at = "1400ms"\nhosts = [0]\ncut = false', 'at = "1400ms"\nrate = "20mbit"'
+    (tmp_path / "schedule.toml").write_text("".join(f"[[change]]\n{each}\n" for each in changes))
     command = ["lab", "--hosts", "2", "--rate", "6mbit", "--per-link", str(tmp_path / "links.toml")]
     command += ["--schedule", str(tmp_path / "schedule.toml"), "--out", str(tmp_path / "out"), "--"]
     assert __main__.main([*command, sys.executable, "-S", "-c", PROGRAM, "{rank}", "{hosts}", "{address}"]) == 0
@@ -91,18 +88,12 @@ def test_a_run_that_is_interrupted_has_a_table(capfd, monkeypatch):
 
 
 def test_tables():
-    link = Link(8_000_000, 4_000_000, 0.01)
     history = [(0.5 * i, [(LinkTraffic(500_000 * i, 400 * i), LinkTraffic(1000 * i, 10 * i, i))]) for i in range(5)]
     changes = [(1.01, Change(1.0, (0,), {"down": 16_000_000}, None))]
-    data = lab.describe([link], changes, history)
-    assert data["rows"] == [
-        dict(
-            host=0,
-            delay_ms=10.0,
-            up=dict(rate_mbit=8.0, bytes=2_000_000, packets=1600, dropped=0, busiest_mbit=8.0, share=1.0),
-            down=dict(rate_mbit=16.0, bytes=4000, packets=40, dropped=4, busiest_mbit=0.016, share=0.001),
-        )
-    ]
+    data = lab.describe([Link(8_000_000, 4_000_000, 0.01)], changes, history)
+    up = dict(rate_mbit=8.0, bytes=2_000_000, packets=1600, dropped=0, busiest_mbit=8.0, share=1.0)
+    down = dict(rate_mbit=16.0, bytes=4000, packets=40, dropped=4, busiest_mbit=0.016, share=0.001)
+    assert data["rows"] == [dict(host=0, delay_ms=10.0, up=up, down=down)]
     assert data["samples"][0] == dict(host=0, seconds=0.5, up_mbit=8.0, down_mbit=0.016)
     assert data["changes"] == [dict(at_seconds=1.01, hosts="0", cut=None, down_mbit=16.0)]
     last = lab.spell(data).splitlines()[-1].split()

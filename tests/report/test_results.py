@@ -27,9 +27,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     assert results.tables(read) == {"rows": [{"ms": 1}], "groups": [{"name": "a", "ms": 2}]}
 
 
-@pytest.mark.parametrize(
-    "text, got", [("{", "expected JSON"), ("[]", "got no command"), ('{"command": ""}', "no date")]
-)
+@pytest.mark.parametrize("text, got", [("{", "expected JSON"), ("[]", "got no command"), ('{"command":""}', "no date")])
 def test_what_is_no_file_of_results(tmp_path, text, got):
     (tmp_path / "it.json").write_text(text)
     with pytest.raises(ValueError, match=got):
