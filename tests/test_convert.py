@@ -1,7 +1,6 @@
 """Tests docs/convert.md: each pair of steps runs. With Raw() both train the same, and with 4 bits almost the same."""
 
 import contextlib
-import pathlib
 import re
 
 import jax
@@ -13,11 +12,12 @@ import pytest
 from helpers import assert_close, assert_same_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from pages import predict
 from training import mesh_of
 
 import jaxcgx as cgx
 
-PAGE = (pathlib.Path(__file__).parent.parent / "docs/convert.md").read_text()
+PAGE = (pages.ROOT / "docs/convert.md").read_text()
 PAIRS = pages.pairs(PAGE)
 RANKS, STEPS = 4, 50
 X = normal((64, 8), 1)
@@ -28,10 +28,6 @@ PARAMS = {"w": normal((8, 64), 2, scale=0.3), "v": normal((64, 3), 3, scale=0.1)
 def on(mesh):
     """Returns the batch on a mesh."""
     return jax.device_put((X, Y), NamedSharding(mesh, P("data")))
-
-
-def predict(params, x):
-    return jnp.tanh(x @ params["w"]) @ params["v"]
 
 
 def loss_fn(params, x, y):
@@ -78,24 +74,15 @@ def train_state(x, y, optimizer):
     return flax.TrainState.create(apply_fn=None, params=PARAMS, tx=optimizer), x, y
 
 
-STYLES = {
-    "jit": functional,
-    "pmap": replicated,
-    "shard_map, gradient inside": functional,
-    "shard_map, gradient outside": functional,
-    "Equinox": equinox,
-    "Flax NNX": modules,
-    "TrainState": train_state,
-}
+STYLES = dict.fromkeys(["jit", "shard_map, gradient inside", "shard_map, gradient outside"], functional)
+STYLES |= {"pmap": replicated, "Equinox": equinox, "Flax NNX": modules, "TrainState": train_state}
 # {title: number of changed lines}
 LOSSES = {"Weighted means": 2, "Losses across examples": 4, "Dropout": 1, "Auxiliary outputs": 1}
 LOSSES |= {"Frozen parameters": 2, "Small leaves": 2, "Feedback": 2}
 APART = {"FSDP", "mpirun", "Several processes", "Evaluation and checkpoints"}  # these have tests of their own
 LIBRARIES = {equinox: ("eqx", "equinox"), modules: ("nnx", "flax.nnx")}
-OTHER_LOSSES = {
-    equinox: lambda model, x, y: ((jax.vmap(model)(x) - y) ** 2).mean(),
-    modules: lambda model, x, y: ((model(x) - y) ** 2).mean(),
-}
+model_loss = lambda model, x, y: ((model(x) - y) ** 2).mean()
+OTHER_LOSSES = {equinox: lambda model, x, y: model_loss(jax.vmap(model), x, y), modules: model_loss}
 
 
 def train(source, style, codec=None, kind=AxisType.Auto):
@@ -134,9 +121,7 @@ def test_before_and_after(name):
     compare(before, after, {**STYLES, "Dropout": with_keys}.get(name, functional))
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="jax.grad of a product with a sharded batch is an error of JAX's own there"
-)
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="jax.grad of a product fails if the batch is sharded")
 @pytest.mark.parametrize("name", ["jit", "Flax NNX", "TrainState"])
 def test_on_an_explicit_mesh(name):
     compare(*PAIRS[name], STYLES[name], AxisType.Explicit)
@@ -153,9 +138,6 @@ def compare(before, after, style, kind=AxisType.Auto):
     assert uncompressed.ratio == 1 and compressed.ratio > 1.9
 
 
-SPECS = {"w": P(None, "data"), "v": P("data")}
-
-
 def test_fsdp():
     """The pair of mpirun is tested in tests/mpi/test_steps.py."""
     mesh = mesh_of(RANKS)
@@ -164,11 +146,8 @@ def test_fsdp():
 
     def losses(source, codec=None):
         names = pages.IMPORTS | dict(mesh=mesh, loss_fn=loss_fn, optimizer=optax.adam(3e-3), codec=codec)
-        names |= dict(params=PARAMS, specs=SPECS)
-        exec(source, names)
-        args, found = (names["params"], names["state"]), []
-        if codec:
-            args = (names["state"],)
+        exec(source, names := names | dict(params=PARAMS, specs={"w": P(None, "data"), "v": P("data")}))
+        args, found = [names["params"]] * (not codec) + [names["state"]], []
         params = names["state"].params if codec else names["params"]
         sharded = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(params)]
         assert sharded == [(16, 3), (8, 16)]  # "v" and "w"
@@ -264,8 +243,7 @@ def test_accumulated_gradients():
 
 
 def test_compare_once():
-    source = pages.programs("docs/convert")[-1]
-    mesh = mesh_of(RANKS)
+    source, mesh = pages.programs("docs/convert")[-1], mesh_of(RANKS)
     x, y = on(mesh)
     names = dict(cgx=cgx, mesh=mesh, params=PARAMS, x=x, y=y)
     exec(source, {**names, "loss_fn": loss_fn})

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import itertools
-import pathlib
 import re
 import runpy
 import shutil
@@ -13,15 +12,17 @@ import types
 import jax
 import numpy as np
 import pytest
+from commands import ROOT
 from helpers import FULL, assert_same_trees, load_script, run
 from jax.sharding import AxisType
 from started import free_port
+from training import NESTED
 
 import jaxcgx as cgx
 
 pytest.importorskip("sklearn", reason="needs the extra `examples`")
 pytestmark = pytest.mark.usefixtures("promotion")  # of users
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture
@@ -62,10 +63,8 @@ def test_fsdp(devices, monkeypatch, capsys):
 
 def test_tunix_weights_after_the_trainer_restarts(monkeypatch):
     """With stand-ins for Tunix's classes. Versions count from 1 again, and a sampler gets the new weights."""
-    kinds = dict.fromkeys(
-        ["TensorMetadata", "TransferResult", "WorkUnitId", "WorkUnitMetadata"], lambda *_, **fields: fields
-    )
-    module = types.SimpleNamespace(WeightSyncHandler=object, **kinds)
+    names = "TensorMetadata", "TransferResult", "WorkUnitId", "WorkUnitMetadata"
+    module = types.SimpleNamespace(WeightSyncHandler=object, **dict.fromkeys(names, lambda *_, **fields: fields))
     monkeypatch.setitem(sys.modules, "tunix.experimental.orchestrator.weight_sync", module)
     tunix = load_script(EXAMPLES / "tunix_weights.py", monkeypatch)
     address, sampler = f"127.0.0.1:{free_port()}", tunix.PatchDestination("sampler", {"w": np.zeros(4, np.float32)})
@@ -91,13 +90,14 @@ def test_activations(name, number, devices, monkeypatch, capsys):
     assert not FULL or name != "pipeline" or abs(differences - raw) <= 0.005 * raw
 
 
-def run_here(path, monkeypatch, capsys, *args):
-    """Runs 6 steps of an example in this process, with its devices. Returns the words that it prints."""
-    load_script(path, monkeypatch).main(6, *args)
-    return capsys.readouterr().out.replace(",", "").split()
+def run_here(path, monkeypatch, capsys):
+    """Runs 6 steps of an example in this process. Returns the words that it prints, and bytes: (sent, uncompressed)."""
+    load_script(path, monkeypatch).main(6)
+    words = capsys.readouterr().out.replace(",", "").split()
+    return words, [int(words[words.index(before) + 1]) for before in ("sends", "uncompressed")]
 
 
-ONE_LINE = {"nnx_train": 62, "equinox_train": 62, "trainstate_train": 62, "pmap_train": 62, "keras_train": 74}
+ONE_LINE = dict.fromkeys(["nnx_train", "equinox_train", "trainstate_train", "pmap_train"], 62) | {"keras_train": 74}
 
 
 @pytest.mark.parametrize(("name", "lines"), ONE_LINE.items())
@@ -108,21 +108,17 @@ def test_one_line(name, lines, monkeypatch, capsys):
         pytest.importorskip(library, reason="needs the extras `examples` and `test`")
     path = EXAMPLES / f"{name}.py"
     assert len(path.read_text().splitlines()) <= lines
-    words = run_here(path, monkeypatch, capsys)
+    words, (sent, raw) = run_here(path, monkeypatch, capsys)
     losses = [float(word) for before, word in itertools.pairwise(words) if before == "loss"]
-    sent, raw = (int(words[words.index(before) + 1]) for before in ("sends", "uncompressed"))
     assert losses[-1] < losses[0]
     assert raw > 1.5 * sent  # "auto" chooses one_shot for such small messages
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
-)
+@NESTED
 def test_maxtext_step(monkeypatch, capsys):
     """Between slices, only compressed gradients, the sum of losses and the weights travel."""
     pytest.importorskip("flax", reason="needs the extra `test`")
-    words = run_here(EXAMPLES / "maxtext_step.py", monkeypatch, capsys)
-    sent, raw = (int(words[words.index(before) + 1]) for before in ("sends", "uncompressed"))
+    _, (sent, raw) = run_here(EXAMPLES / "maxtext_step.py", monkeypatch, capsys)
     assert raw > 3 * sent
 
 

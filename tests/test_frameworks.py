@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import pathlib
 import re
 import types
 import typing
@@ -14,7 +13,7 @@ import numpy as np
 import optax
 import pages
 import pytest
-from helpers import assert_close, normal
+from helpers import assert_close, mesh_with, normal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from training import mesh_of
@@ -22,7 +21,7 @@ from training import mesh_of
 import jaxcgx as cgx
 
 pytestmark = pytest.mark.usefixtures("promotion")  # of users
-PAGE = (pathlib.Path(__file__).parent.parent / "docs/frameworks.md").read_text()
+PAGE = (pages.ROOT / "docs/frameworks.md").read_text()
 PAIRS = pages.pairs(PAGE)
 RANKS, STEPS = 2, 3
 X = normal((16, 8), 1)
@@ -45,6 +44,15 @@ def programs(source, codec, **names):
     return names
 
 
+def steps(step, *state):
+    """Returns the losses of some steps, and the last state. step(*state, key) returns the next state and the loss."""
+    losses = []
+    for i in range(STEPS):
+        *state, loss = step(*state, jax.random.key(i))
+        losses.append(loss)
+    return losses, state
+
+
 def keras(source, codec, noisy=False):
     library = needs("keras")
     distribution = library.distribution.DataParallel(devices=["cpu:0", "cpu:1"], auto_shard_dataset=False)
@@ -64,7 +72,7 @@ def keras(source, codec, noisy=False):
 
 def maxtext(source, codec):
     nn, flax = needs("flax.linen"), needs("flax.training.train_state")
-    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_with(data=2, fsdp=2)
     rules = ("batch", ("data", "fsdp")), ("embed", "fsdp"), ("vocab", None)
 
     class Model(nn.Module):
@@ -90,17 +98,14 @@ def maxtext(source, codec):
     state = nn.unbox(jax.jit(init, out_shardings=shardings)(key))
     step = programs(source, codec, model=model, token_losses=token_losses, shardings=shardings)["train_step"]
     (tokens,) = on(mesh, TOKENS, axis=("data", "fsdp"))
-    losses = []
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        for _ in range(STEPS):
-            state, loss = step(state, tokens)
-            losses.append(loss)
+        losses, (state,) = steps(lambda state, key: step(state, tokens), state)
     return losses, state.params
 
 
 def diloco(source, codec):
     """Rounds of two local steps of each replica, which has its own data, and an exchange."""
-    mesh = jax.make_mesh((2, 2), ("diloco", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = mesh_with(diloco=2, fsdp=2)
     specs, outer = {"w": P(None, "fsdp"), "b": P()}, optax.sgd(0.7, momentum=0.9, nesterov=True)
     rows = jax.tree.map(lambda spec: P("diloco", *spec), specs)
     drjax = types.SimpleNamespace(reduce_mean=lambda tree: jax.tree.map(lambda x: x.mean(0), tree))
@@ -114,14 +119,10 @@ def diloco(source, codec):
     def train(params, moments, x, y):
         local = lambda p: jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.vmap(jax.grad(loss_fn))(p, x, y))
         inner = jax.tree.map(lambda p, spec: jnp.broadcast_to(p, (2, *p.shape)), params, rows)
-        return loss_fn(params, x[0], y[0]), *synchronize(params, local(local(inner)), moments)
+        return *synchronize(params, local(local(inner)), moments), loss_fn(params, x[0], y[0])
 
-    moments, losses = outer.init(params), []
     data = on(mesh, X.reshape(2, 8, 8), Y.reshape(2, 8, 3), axis="diloco")
-    for _ in range(STEPS):
-        loss, params, moments = train(params, moments, *data)
-        losses.append(loss)
-    return losses, params
+    return steps(lambda params, moments, key: train(params, moments, *data), params, outer.init(params))
 
 
 def big_vision(source, codec):
@@ -129,11 +130,9 @@ def big_vision(source, codec):
     model, tx = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(3)]), optax.adam(0.01)
     step = programs(source, codec, model=model, tx=tx, mesh=mesh)["update_fn"]
     params = model.init(jax.random.key(0), X)["params"]
-    state, losses = {"params": params, "opt": tx.init(params)}, []
     images, labels = on(mesh, X, jnp.float32(Y > 0))
-    for i in range(STEPS):
-        state, loss = step(state, jax.random.key(i), {"image": images, "labels": labels})
-        losses.append(loss)
+    learn = lambda state, key: step(state, key, {"image": images, "labels": labels})
+    losses, (state,) = steps(learn, {"params": params, "opt": tx.init(params)})
     return losses, state["params"]
 
 
@@ -142,8 +141,7 @@ def flax_lm1b(source, codec):
     model = nn.Sequential([nn.Embed(32, 8), nn.Dense(32)])
 
     def compute_weighted_cross_entropy(logits, targets, weights):
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        return (losses * weights).sum(), weights.sum()
+        return (optax.softmax_cross_entropy_with_integer_labels(logits, targets) * weights).sum(), weights.sum()
 
     params = model.init(jax.random.key(0), TOKENS)["params"]
     state = flax.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.01))
@@ -175,11 +173,8 @@ def haiku(source, codec):
     step = programs(source, codec, loss_fn=loss_fn, optimizer=optimizer)["train_step"]
     params, state = model.init(jax.random.key(0), X)
     stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * RANKS), tree)
-    state, losses = stack((params, state, optimizer.init(params))), []
     batch = [np.asarray(a).reshape(RANKS, -1, a.shape[-1]) for a in (X, Y)]
-    for _ in range(STEPS):
-        state, loss = step(state, batch)
-        losses.append(loss)
+    losses, (state,) = steps(lambda state, key: step(state, batch), stack((params, state, optimizer.init(params))))
     return losses, state[:2]
 
 
@@ -203,11 +198,9 @@ def numpyro(source, codec):
         library.sample("mean", library.distributions.Delta(library.param("at", jnp.zeros(8))).to_event(1))
 
     step = programs(source, codec, model=model, guide=guide, **names)["step"]
-    params, losses, (x,) = {"at": jnp.zeros(8)}, [], on(mesh, X)
-    state = names["optimizer"].init(params)
-    for i in range(STEPS):
-        params, state, loss = step(params, state, x, jax.random.key(i))
-        losses.append(loss)
+    params, (x,) = {"at": jnp.zeros(8)}, on(mesh, X)
+    learn = lambda params, state, key: step(params, state, x, key)
+    losses, (params, _) = steps(learn, params, names["optimizer"].init(params))
     return losses, params
 
 
@@ -219,8 +212,7 @@ def diffrax(source, codec):
         return library.diffeqsolve(term, library.Euler(), ts[0], ts[-1], 0.25, y0, saveat=saved, max_steps=8).ys
 
     def loss_fn(model, ti, yi):
-        found = jax.vmap(solve, in_axes=(None, None, 0))(model, ti, yi[:, 0])
-        return jnp.mean((yi - found) ** 2)
+        return jnp.mean((yi - jax.vmap(solve, in_axes=(None, None, 0))(model, ti, yi[:, 0])) ** 2)
 
     model = eqx.nn.MLP(3, 3, 16, 1, key=jax.random.key(0))
     optim, losses = optax.adam(0.01), []
@@ -265,22 +257,12 @@ def levanter(source, codec):
 
     model = eqx.nn.MLP(8, 3, 16, 1, key=jax.random.key(0))
     x, y = (Named.of(each, ("batch", "feature")) for each in on(mesh, X, Y))
-    gradients = eqx.filter_jit(trainer._compute_gradients_microbatched)
-    return gradients(loss_fn, model, x, y, key=jax.random.PRNGKey(0))
+    return eqx.filter_jit(trainer._compute_gradients_microbatched)(loss_fn, model, x, y, key=jax.random.PRNGKey(0))
 
 
-PROGRAMS = {
-    "Keras": keras,
-    "MaxText": maxtext,
-    "MaxText's DiLoCo": diloco,
-    "big_vision": big_vision,
-    "Flax lm1b": flax_lm1b,
-    "Haiku": haiku,
-    "Brax": brax,
-    "NumPyro": numpyro,
-    "Diffrax": diffrax,
-    "Levanter": levanter,
-}
+PROGRAMS = {"Keras": keras, "MaxText": maxtext, "MaxText's DiLoCo": diloco, "big_vision": big_vision}
+PROGRAMS |= {"Flax lm1b": flax_lm1b, "Haiku": haiku, "Brax": brax}
+PROGRAMS |= {"NumPyro": numpyro, "Diffrax": diffrax, "Levanter": levanter}
 
 
 def test_every_program_is_tested():

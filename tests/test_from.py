@@ -1,6 +1,5 @@
 """Tests the pages for users of other systems, docs/from-*.md: each of their programs runs and learns."""
 
-import pathlib
 import re
 
 import jax
@@ -10,24 +9,17 @@ import optax
 import pages
 import pytest
 from helpers import assert_trees, normal
+from pages import loss_fn
 
 import jaxcgx as cgx
 
-PAGES = sorted((pathlib.Path(__file__).parent.parent / "docs").glob("from-*.md"))
-PROGRAMS = [
-    pytest.param(code, id=f"{page.stem}-{i}")
-    for page in PAGES
-    for i, code in enumerate(pages.programs(f"docs/{page.stem}"))
-]
+PAGES = sorted(path.stem for path in (pages.ROOT / "docs").glob("from-*.md"))
+FOUND = [(f"{page}-{i}", code) for page in PAGES for i, code in enumerate(pages.programs(f"docs/{page}"))]
+PROGRAMS = [pytest.param(code, id=name) for name, code in FOUND]
 STEPS = 60
 X = normal((64, 8), 1)
 BATCH = X, jnp.sin(X[:, :3])
 PARAMS = {"w": normal((8, 256), 2, scale=0.3), "v": normal((256, 3), 3, scale=0.1)}
-
-
-def loss_fn(params, batch):
-    x, y = batch
-    return ((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2).mean()
 
 
 def run(program):
@@ -47,8 +39,7 @@ def test_the_program_learns(program):
 
 def test_one_bit_adam():
     """Until its variance is frozen, it equals Adam without bias correction."""
-    program = next(param.values[0] for param in PROGRAMS if "OneBitAdam" in param.values[0])
-    found = run(program)
+    found = run(next(code for _, code in FOUND if "OneBitAdam" in code))
     train = cgx.make_train_step(loss_fn, optax.scale(-1e-2), found["mesh"], found["OneBitAdam"](freeze_step=STEPS))
     state = train.init(PARAMS)
     mean = variance = jax.tree.map(jnp.zeros_like, PARAMS)
@@ -64,10 +55,10 @@ def test_one_bit_adam():
 
 def test_zero_quantized_gradients():
     """The arguments of the row about qgZ train."""
-    page = next(page for page in PAGES if page.stem == "from-deepspeed").read_text()
+    page = (pages.ROOT / "docs/from-deepspeed.md").read_text()
     exchange = eval(re.search(r"qgZ\) \| `(.*?)` and `params` of", page)[1], {"cgx": cgx})
     axes = "node", "local"
-    mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = pages.make_mesh((2, 2), axes)
     sharding = cgx.Sharding(axes, params=cgx.shard_specs(PARAMS, mesh, axes))
     train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, exchange, sharding=sharding)
     state = train.init(PARAMS)

@@ -20,6 +20,7 @@ import pytest
 from helpers import python, run
 from jax.sharding import PartitionSpec as P
 from started import Processes, free_port
+from training import NESTED
 
 import jaxcgx as cgx
 from jaxcgx.lab import why_not
@@ -64,11 +65,7 @@ def test_every_page_with_programs_has_a_test():
     text = "".join((pages.ROOT / "tests" / name).read_text() for name in ("test_pages.py", "mpi/test_pages.py"))
     docs = [f"docs/{path.stem}" for path in (pages.ROOT / "docs").glob("*.md")]
     for page in ["README", "CONTRIBUTING", "benchmarks/README", *docs]:
-        if (
-            pages.programs(page)
-            and page not in ("docs/convert", "docs/frameworks")
-            and not page.startswith("docs/from-")
-        ):
+        if pages.programs(page) and not re.match("docs/(convert|frameworks|from-.*)$", page):
             assert f'"{page}"' in text, page
 
 
@@ -78,28 +75,31 @@ def test_tutorials(page):
     python(program, timeout=600)
 
 
+def printed_by_two(folder, page, *words):
+    """Runs the last program of a page in two processes. Yields what each one prints."""
+    (folder / "program.py").write_text(pages.programs(page)[-1])
+    address = f"127.0.0.1:{free_port()}"
+    with Processes(*([folder / "program.py", address, place, *words] for place in "01")) as both:
+        for process in both.running:
+            printed, _ = process.communicate()
+            assert process.returncode == 0, printed
+            yield printed
+
+
 @pytest.mark.parametrize("technique", ["4bits", "dgt", "diloco"])
 def test_two_centers(tmp_path, technique):
     """The program of the page, in two processes, with each of its techniques."""
-    (tmp_path / "centers.py").write_text(pages.programs("docs/two-centers")[-1])
-    port = free_port()
-    with Processes(*([tmp_path / "centers.py", f"127.0.0.1:{port}", center, technique] for center in "01")) as centers:
-        for process in centers.running:
-            printed, _ = process.communicate()
-            losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if ": loss " in line]
-            assert process.returncode == 0 and len(losses) == 4 and losses[-1] < 0.5, printed
+    for printed in printed_by_two(tmp_path, "docs/two-centers", technique):
+        losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines() if ": loss " in line]
+        assert len(losses) == 4 and losses[-1] < 0.5, printed
 
 
 def test_gpus_on_ethernet(tmp_path):
     """The program of the page, in two processes on CPUs."""
-    (tmp_path / "train.py").write_text(pages.programs("docs/gpu-ethernet")[-1])
-    port, ways = free_port(), ["float32", "nccl", "tcp"]
-    with Processes(*([tmp_path / "train.py", f"127.0.0.1:{port}", rank, *ways] for rank in "01")) as ranks:
-        for process in ranks.running:
-            printed, _ = process.communicate()
-            lines = re.findall(r"^(\w+): [\d.]+ ms a step, loss ([\d.]+)$", printed, re.MULTILINE)
-            assert process.returncode == 0 and [way for way, _ in lines] == ways, printed
-            assert all(float(loss) < 0.6 for _, loss in lines), printed
+    ways = ["float32", "nccl", "tcp"]
+    for printed in printed_by_two(tmp_path, "docs/gpu-ethernet", *ways):
+        lines = re.findall(r"^(\w+): [\d.]+ ms a step, loss ([\d.]+)$", printed, re.MULTILINE)
+        assert [way for way, _ in lines] == ways and all(float(loss) < 0.6 for _, loss in lines), printed
 
 
 @pytest.mark.parametrize("what", [BETWEEN_PROCESSES, ["dgt", "channels"], ["hfa"]], ids=["pages", "dgt", "hfa"])
@@ -169,8 +169,8 @@ def test_codecs():
 @pytest.mark.filterwarnings("ignore:Decoupled.join. this center begins without others")
 def test_diloco():
     names = names_of(4, axes=("dc",))
-    first, centers, streaming, decoupled, demo = pages.programs("docs/diloco")
-    for program in first, centers, streaming:
+    *centers, decoupled, demo = pages.programs("docs/diloco")
+    for program in centers:
         exec(program, names := names | dict(params=pages.given()["params"]))
     assert names["train"].init(names["params"])
 
@@ -188,31 +188,25 @@ def test_explain(capsys):
     """And it prints what the page shows."""
     program, check = pages.programs("docs/explain")
     params = {name: jnp.ones((1024, 1024)) for name in ("up", "down")}
+    loss = lambda params, x: jnp.square(x @ params["up"] @ params["down"]).mean()
     names = names_of(2, 4, axes=("node", "local"))
-    names |= dict(
-        params=params, batch=jnp.ones((8, 1024)), loss=lambda p, x: jnp.square(x @ p["up"] @ p["down"]).mean()
-    )
-    exec(program, names)
+    exec(program, names | dict(params=params, batch=jnp.ones((8, 1024)), loss=loss))
     shown = (pages.ROOT / "docs/explain.md").read_text().split("```text\n")[1].split("\n```")[0]
     rows = lambda text: [line.split() for line in text.splitlines()]
     # XLA chooses the order of collectives, and JAX's versions name their origins otherwise.
     printed = {tuple(row[:5]) for row in rows(capsys.readouterr().out)}
     assert {tuple(row[:5]) for row in rows(shown)} <= printed
 
-    step = step_of(
-        names | dict(params=pages.given()["params"], loss_fn=pages.loss_fn), sharding=cgx.Sharding(("node", "local"))
-    )
-    batch = pages.given()["batch"]
-    exec(check, dict(found=cgx.explain(step["train"].step, step["state"], batch, show=False)))
+    step = step_of(names, sharding=cgx.Sharding(("node", "local")))
+    exec(check, dict(found=cgx.explain(step["train"].step, step["state"], names["batch"], show=False)))
 
 
 @pytest.fixture
 def initialize(monkeypatch):
     """The arguments that jax.distributed.initialize got; it starts nothing."""
     got, signature = [], inspect.signature(jax.distributed.initialize)
-    monkeypatch.setattr(
-        jax.distributed, "initialize", lambda *args, **kwargs: got.append(signature.bind(*args, **kwargs))
-    )
+    initialize = lambda *args, **kwargs: got.append(signature.bind(*args, **kwargs))
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
     return got
 
 
@@ -249,9 +243,7 @@ def test_fsdp(tmp_path):
         exec(again, found)
         return found["grads"], jax.grad(found["local_loss"])(shards, batch), jax.grad(once)(shards, batch)
 
-    mapped = jax.shard_map(
-        local, mesh=names["mesh"], in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=False
-    )
+    mapped = jax.shard_map(local, mesh=names["mesh"], in_specs=P("data"), out_specs=P("data"), check_vma=False)
     mean, gathered_again, gathered_once = jax.jit(mapped)(names["params"], names["batch"])
     assert jax.tree.map(jnp.shape, mean) == jax.tree.map(jnp.shape, names["params"])
     jax.tree.map(np.testing.assert_array_equal, gathered_again, gathered_once)
@@ -259,8 +251,7 @@ def test_fsdp(tmp_path):
 
 def test_hierarchies():
     names = walk("docs/hierarchies", names_of())
-    state = names["train"].init(names["params"])
-    found = cgx.explain(names["train"].step, state, names["batch"], show=False)
+    found = cgx.explain(names["train"].step, names["train"].init(names["params"]), names["batch"], show=False)
     compressed = [collective.axes for collective in found.collectives if collective.codec.startswith("MaxMin")]
     assert set(compressed) == {("node",)}
 
@@ -273,17 +264,14 @@ def test_lab(tmp_path, monkeypatch):
     assert len(walk("docs/lab", {})["ranks"]) == 2
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
-)
+@NESTED
 def test_meshes():
     names = names_of(2, 4, axes=("data", "model"))
     x = jax.random.normal(names["key"], (16, 32))
     params = {"up": jax.random.normal(names["key"], (32, 64)), "down": jnp.ones((64, 32))}
-    names |= dict(loss_fn=lambda params, x: (jnp.tanh(x @ params["up"]) @ params["down"]).var())
-    walk("docs/meshes", names)
-    grads = jax.jit(names["step"])(params, x)
-    assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
+    loss_fn = lambda params, x: (jnp.tanh(x @ params["up"]) @ params["down"]).var()
+    names = walk("docs/meshes", names | dict(loss_fn=loss_fn))
+    assert jax.tree.map(jnp.shape, jax.jit(names["step"])(params, x)) == jax.tree.map(jnp.shape, params)
 
 
 def test_patches():
@@ -339,11 +327,8 @@ def test_publishing():
 
 
 def test_sparse():
-    dgc, bsc = pages.programs("docs/sparse")
-    names = names_of()
-    exec(dgc, names)
+    names = walk("docs/sparse", names_of())
     assert jax.eval_shape(names["train"].init, names["params"])
-    exec(bsc, names)
     with jax.set_mesh(names_of(2, 2, axes=("dc", "local"))["mesh"]):
         assert names["optimizer"].init(names["params"])
 
@@ -376,9 +361,8 @@ def test_training_losses():
     names |= dict(token_losses=lambda params, batch: (losses(params, batch), jnp.float32(batch[0][:, 0] > 0)))
     exec(weighted, names)
     state = names["train"].init(start)
-    mask = batch[0][:, 0] > 0
     found = names["train"].step(state, batch)[1].loss
-    np.testing.assert_allclose(found, losses(start, batch)[mask].mean(), rtol=1e-5)
+    np.testing.assert_allclose(found, losses(start, batch)[batch[0][:, 0] > 0].mean(), rtol=1e-5)
 
     noisy = lambda params, batch, key: (pages.loss_fn(params, batch), jax.random.normal(key))
     exec(whole, names | dict(loss_fn=noisy))
