@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ranks import on_ranks
 
 import jaxcgx as cgx
 from jaxcgx._compat import varying_axes
@@ -77,9 +78,8 @@ def leaves_of(shapes, dtypes):
 def places(draw, names=True):
     """Draws (sizes of a mesh, kind of its axes, axes of the exchange, a codec that loses nothing)."""
     sizes, kind = draw(st.sampled_from(SIZES)), draw(st.sampled_from([AxisType.Auto, AxisType.Explicit]))
-    axes = draw(
-        st.sampled_from(["a"] if len(sizes) == 1 else [("a", "b"), ("a", "b"), "a", "b"] if names else [("a", "b")])
-    )
+    both = [("a", "b")]
+    axes = draw(st.sampled_from(["a"] if len(sizes) == 1 else [*both * 2, "a", "b"] if names else both))
     raw = cgx.Raw()
     codecs = [cgx.Lossless(), raw, cgx.Plan(cgx.Lossless(), min_size=4), cgx.Plan(raw)]
     if isinstance(axes, tuple):
@@ -149,17 +149,11 @@ def exchanges(draw):
     op = draw(st.sampled_from(["pmean", "psum", "pmean", *OPS]))
     chain = draw(st.lists(st.sampled_from(["jit", "vmap", "scan", "remat"]), max_size=2, unique=True))
     chain += draw(st.sampled_from([["grad"], [], ["grad"], ["jvp"]]))
-    differentiates = set(chain) & set(DIFFERENTIATES)
-    dtypes = FLOATS if differentiates else (*FLOATS, jnp.int32, jnp.complex64)
-    return dict(
-        place=(sizes, kind, axes, codec),
-        op=op,
-        options=draw(st.sampled_from(OPS[op])),
-        chain=chain,
-        style=draw(st.sampled_from(["shard_map", "shard_map", "no check_vma"] + ["pmap", "vmap"] * (len(sizes) == 1))),
-        tree=draw(trees(leaves_of(SHAPES, dtypes))),
-        seed=draw(st.integers(0, 99)),
-    )
+    dtypes = FLOATS if set(chain) & set(DIFFERENTIATES) else (*FLOATS, jnp.int32, jnp.complex64)
+    styles = ["shard_map", "shard_map", "no check_vma"] + ["pmap", "vmap"] * (len(sizes) == 1)
+    case = dict(place=(sizes, kind, axes, codec), op=op, options=draw(st.sampled_from(OPS[op])), chain=chain)
+    case |= dict(style=draw(st.sampled_from(styles)), tree=draw(trees(leaves_of(SHAPES, dtypes))))
+    return case | dict(seed=draw(st.integers(0, 99)))
 
 
 def on_every_rank(f, style, mesh, axes):
@@ -168,14 +162,8 @@ def on_every_rank(f, style, mesh, axes):
         return jax.pmap(f, axis_name=axes, devices=list(mesh.devices.flat))
     if style == "vmap":
         return jax.jit(jax.vmap(f, axis_name=axes))
-    n, spec = mesh.devices.ndim, P(*mesh.axis_names)
-
-    def of_rank(x):
-        out = f(jax.tree.map(lambda x: x.reshape(x.shape[n:]), x))
-        return jax.tree.map(lambda x: x.reshape((1,) * n + x.shape), out)
-
-    mapped = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=style == "shard_map"))
-    return lambda x: mapped(jax.device_put(x, NamedSharding(mesh, spec)))
+    mapped = on_ranks(f, mesh, check_vma=style == "shard_map")
+    return lambda x: mapped(jax.device_put(x, NamedSharding(mesh, P(*mesh.axis_names))))
 
 
 def rare(codec, chain):
@@ -215,13 +203,12 @@ def test_collectives(case):
 
 # Training.
 
+no_scalars = lambda params: jax.tree.map(lambda x: x.ndim > 0, params)
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.5),
     "rmsprop": lambda: optax.rmsprop(0.1, eps=0.1, momentum=0.5),
     "clipped": lambda: optax.chain(optax.clip_by_block_rms(0.1), optax.add_decayed_weights(0.1), optax.sgd(0.1)),
-    "masked": lambda: optax.chain(
-        optax.masked(optax.scale(0.5), lambda p: jax.tree.map(lambda x: x.ndim > 0, p)), optax.sgd(0.1)
-    ),
+    "masked": lambda: optax.chain(optax.masked(optax.scale(0.5), no_scalars), optax.sgd(0.1)),
 }
 
 
@@ -245,15 +232,11 @@ def plain_loss(params, batch, weighted=False, has_aux=False):
 
 @st.composite
 def trainings(draw):
-    sizes, kind, axes, codec = draw(places(names=False))
-    return dict(
-        place=(sizes, kind, axes, codec),
-        params=draw(trees(leaves_of(SHAPES, FLOATS)).filter(lambda t: any(x.size for x in jax.tree.leaves(t)))),
-        flags=dict(zip(("weighted", "has_aux"), draw(st.sampled_from([(True, True), (False, True), (False, False)])))),
-        accumulate=draw(st.sampled_from([1, 2])),
-        optimizer=draw(st.sampled_from(list(OPTIMIZERS))),
-        seed=draw(st.integers(0, 99)),
-    )
+    some = trees(leaves_of(SHAPES, FLOATS)).filter(lambda tree: any(x.size for x in jax.tree.leaves(tree)))
+    case = dict(place=draw(places(names=False)), params=draw(some))
+    flags = draw(st.sampled_from([(True, True), (False, True), (False, False)]))
+    case |= dict(flags=dict(zip(("weighted", "has_aux"), flags)), accumulate=draw(st.sampled_from([1, 2])))
+    return case | dict(optimizer=draw(st.sampled_from(list(OPTIMIZERS))), seed=draw(st.integers(0, 99)))
 
 
 def prepared(case):
@@ -263,20 +246,14 @@ def prepared(case):
     params = jax.tree.map(np.asarray, numbers(case["params"], seed=case["seed"], scale=0.25))
     examples = np.random.RandomState(case["seed"]).uniform(0.5, 1.5, (4 * math.prod(sizes), 3)).astype(np.float32)
     place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
-    return (
-        mesh,
-        (place(params, P()), place(examples, P(axes))),
-        (jax.tree.map(jnp.asarray, params), jnp.asarray(examples)),
-    )
+    return mesh, (place(params, P()), place(examples, P(axes))), jax.tree.map(jnp.asarray, (params, examples))
 
 
 @few(8)
 @given(trainings())
 def test_train_steps(case):
-    _, _, axes, codec = case["place"]
+    (*_, axes, codec), flags, optimizer = case["place"], case["flags"], OPTIMIZERS[case["optimizer"]]()
     mesh, (params, batch), host = prepared(case)
-    flags = case["flags"]
-    optimizer = OPTIMIZERS[case["optimizer"]]()
     loss, options = functools.partial(loss_of, **flags), dict(accumulate=case["accumulate"], **flags)
     train = cgx.make_train_step(loss, optimizer, mesh, codec, sharding=cgx.Sharding(axes), **options)
     state = train.init(params)
@@ -295,9 +272,8 @@ def test_train_steps(case):
 @few(8)
 @given(trainings(), st.booleans())
 def test_value_and_grad(case, jit):
-    _, _, axes, codec = case["place"]
+    (*_, axes, codec), flags = case["place"], case["flags"]
     mesh, (params, batch), host = prepared(case)
-    flags = case["flags"]
     ours = cgx.value_and_grad(functools.partial(loss_of, **flags), axes, codec, mesh=mesh, **flags)
     got = (jax.jit(ours) if jit else ours)(params, batch)
     plain = jax.value_and_grad(functools.partial(plain_loss, **flags), has_aux=flags["has_aux"])
