@@ -8,17 +8,11 @@ import textwrap
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
-    *sorted(ROOT.glob("docs/**/*.md")),
-    *sorted(ROOT.glob("benchmarks/notes/*.md")),
-]
-PROGRAMS_OF_PAGES = [  # the gallery has the docstrings of examples; the others are the text of --help
-    *sorted(ROOT.glob("examples/**/*.py")),
-    *sorted(ROOT.glob("recipes/**/*.py")),
-    *sorted(ROOT.glob("scripts/*.py")),
-    ROOT / "scripts/gpu_check",
-]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+PAGES += [*sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmarks/notes/*.md"))]
+# The gallery has the docstrings of examples. The others are the text of --help.
+PROGRAM_FILES = "examples/**/*.py", "recipes/**/*.py", "scripts/*.py", "scripts/gpu_check"
+PROGRAMS_OF_PAGES = [path for pattern in PROGRAM_FILES for path in sorted(ROOT.glob(pattern))]
 
 # The programs of commands. A script with another one fails test_commands.py.
 PROGRAMS = (
@@ -114,5 +108,4 @@ def of_page(page):
 
 def why_not_run(words):
     """Returns the reason, or None if the command is run."""
-    command = " ".join(words)
-    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, " ".join(words))), None)

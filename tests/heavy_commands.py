@@ -106,8 +106,7 @@ class Copy:
         """Returns the folder of the environment that some commands make; None without commands."""
         if made_by and made_by not in self.environments:
             folder = self.home / f"venv{len(self.environments)}"
-            python = pathlib.Path(sys.base_prefix) / "bin/python3"
-            run(python, "-m", "venv", folder)
+            run(pathlib.Path(sys.base_prefix) / "bin/python3", "-m", "venv", folder)
             self.run("\n".join(made_by), folder)
             self.environments[made_by] = folder
         return self.environments.get(made_by)
@@ -121,12 +120,8 @@ def write_report(worked):
     before = results.read(RESULTS)["rows"] if RESULTS.exists() else []
     known = {(row["environment"], row["command"]): True for row in before}
     known |= {("; ".join(made_by), text): found for (made_by, text), found in worked.items()}
-    rows = [
-        {"environment": "; ".join(made_by), "command": text, "page": str(param.id).partition(":")[0]}
-        for param in runnable()
-        for made_by, text in [param.values]
-        if known.get(("; ".join(made_by), text))
-    ]
+    found = [("; ".join(param.values[0]), param.values[1], str(param.id).partition(":")[0]) for param in runnable()]
+    rows = [dict(zip(("environment", "command", "page"), each)) for each in found if known.get(each[:2])]
     reasons = collections.Counter(param.marks[0].kwargs["reason"] for param in others())
     not_run = [{"commands": count, "reason": reason} for reason, count in reasons.most_common()]
     data = results.origin("make test-commands") | {"rows": rows, "not_run": not_run}
