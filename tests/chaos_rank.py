@@ -26,9 +26,8 @@ SIZES = 64, 32
 
 
 def digest(params):
-    return hashlib.sha256(
-        b"".join(np.asarray(x.addressable_data(0)).tobytes() for x in jax.tree.leaves(params))
-    ).hexdigest()
+    leaves = jax.tree.leaves(params)
+    return hashlib.sha256(b"".join(np.asarray(x.addressable_data(0)).tobytes() for x in leaves)).hexdigest()
 
 
 def over_tcp(say, place, steps, address, ranks):

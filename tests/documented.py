@@ -9,22 +9,21 @@ A protocol documents its members for all classes that have them.
 import ast
 import functools
 import inspect
-import pathlib
 import re
 import textwrap
 import typing
 
 import jax
 import optax
+from commands import ROOT
 
 from jaxcgx.train.exchange import Exchange
 from jaxcgx.train.rounds import Rounds
 
-ROOT = pathlib.Path(__file__).parent.parent
-PROTOCOLS = [
-    {name for name in {*vars(each), *inspect.get_annotations(each)} if not name.startswith("_")}
-    for each in (Exchange, Rounds)
-]
+
+def declared(kind):
+    """Returns the public names in the body of a class."""
+    return {name for name in {*vars(kind), *inspect.get_annotations(kind)} if not name.startswith("_")}
 
 
 def public(module):
@@ -59,8 +58,7 @@ def results(module):
 
 def named_on_pages(module):
     """Returns the names in a module, as jaxcgx.mpi.hierarchy, that README and docs/ mention, except in diffs."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    text = "\n".join(page.read_text() for page in pages)
+    text = "\n".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
     text = re.sub("^```diff\n.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     found = {f"jaxcgx{rest}" for rest in re.findall(r"\b(?:jax)?cgx((?:\.[A-Za-z]\w*)+)", text)}
     return sorted(name for name in found if name.startswith(f"{module}."))
@@ -90,13 +88,11 @@ def missing_members(name, kind):
     package = kind.__module__.partition(".")[0]
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == package]
     explained = set().union(*(lines(base.__doc__ or "") for base in bases))
-    members = {
-        member for base in bases for member in (*vars(base), *inspect.get_annotations(base), *set_by_methods(base))
-    }
+    members = set().union(*(declared(base) | set_by_methods(base) for base in bases))
     if kind not in (Exchange, Rounds):
-        members -= set().union(*(each for each in PROTOCOLS if each <= members))
+        members -= set().union(*(each for each in map(declared, (Exchange, Rounds)) if each <= members))
     found = []
-    for member in sorted(member for member in members if not member.startswith("_")):
+    for member in sorted(members):
         thing = getattr(kind, member, None)
         if inspect.isfunction(thing) or inspect.ismethod(thing):
             found += [f"{name}.{member}"] * (not inspect.getdoc(thing)) + missing_arguments(f"{name}.{member}", thing)
@@ -110,7 +106,7 @@ def missing_members(name, kind):
 
 
 def set_by_methods(kind):
-    """Returns the names of the attributes that the methods of a class set, as they are written."""
+    """Returns the public names of the attributes that the methods of a class set, as they are written."""
     nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind))))
     stored = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
-    return {node.attr for node in stored if ast.unparse(node.value) == "self"}
+    return {each.attr for each in stored if ast.unparse(each.value) == "self" and not each.attr.startswith("_")}

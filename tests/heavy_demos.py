@@ -22,8 +22,7 @@ def test_demonstration(name, tmp_path):
     env = {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # as in transports/test_tcp.py
     printed = run(sys.executable, FOLDER / f"{name}.py", *words, timeout=LIMIT, env=env).stdout.splitlines()
     start = next(i for i, line in enumerate(printed) if line.startswith("technique"))
-    end = printed.index("", start)
-    rows = [line.rsplit(maxsplit=3) for line in printed[start + 1 : end]]
+    rows = [line.rsplit(maxsplit=3) for line in printed[start + 1 : printed.index("", start)]]
     assert len(rows) >= 2
     for technique, megabytes, seconds, loss in rows:
         assert technique and float(megabytes) > 0 and float(seconds) > 0 and 0 < float(loss) < 5

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -12,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from commands import ROOT
 from helpers import FULL, load_script, run
 
-BENCHMARKS = pathlib.Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 IMPORT = """
 import importlib, sys
 from jax._src import xla_bridge
@@ -92,9 +92,8 @@ def test_the_quantization_by_hand_is_within_its_bound(scripts, bits):
     rows = np.pad(sums, ((0, 0), (0, -sums.shape[1] % (ranks * BUCKET)))).reshape(ranks, -1, BUCKET)
     half = np.repeat(np.ptp(rows, axis=2), BUCKET, 1)[:, : sums.shape[1]] / (2**bits - 1) / 2
     assert (np.abs(left) <= 1.001 * half).all()
-    assert (
-        np.abs(got[0] - sums.mean(0)) <= 2.2 * half.mean(0)
-    ).all()  # ranges of means are no larger, except for rounding
+    # Ranges of means are no larger, except for rounding.
+    assert (np.abs(got[0] - sums.mean(0)) <= 2.2 * half.mean(0)).all()
     np.testing.assert_allclose(got[0], (sums - left).mean(0), atol=1.1 * half.mean(0).max())
 
 
@@ -112,8 +111,7 @@ def test_the_steps_to_a_loss_have_no_lag(scripts, count):
 def test_steps_of_two_processes_in_the_small_size(tmp_path):
     """gpu_training.py on CPU devices, without virtual hosts."""
     options = ["--small", "--paced", "--models", "GPT", "--rates", "1000", "--repeats", "1"]
-    script = BENCHMARKS / "gpu_training.py"
-    run(sys.executable, script, *options, "--methods", "^4 bits, Tcp$", "--out", tmp_path)
+    run(sys.executable, BENCHMARKS / "gpu_training.py", *options, "--methods", "^4 bits, Tcp$", "--out", tmp_path)
     rows = json.loads((tmp_path / "gpu-training.json").read_text())["rows"]
     assert [(row["method"], row["mbit"]) for row in rows] == [("no exchange", 1000), ("4 bits, Tcp", 1000)]
     assert all(row["ms"] > 0 for row in rows) and rows[1]["sent_bytes"] > 10_000 > rows[0]["sent_bytes"]

@@ -1,15 +1,14 @@
 """Tests CMake's JAXCGX_CUDA without a CUDA compiler, and the files of a release that has an address."""
 
 import os
-import pathlib
 import re
 import shutil
 import tomllib
 
 import pytest
+from commands import ROOT
 from helpers import load_script, run
 
-ROOT = pathlib.Path(__file__).parent.parent
 PATH = f"{ROOT / '.venv/build/bin'}:{os.environ['PATH']}"
 CMAKE = shutil.which("cmake", path=PATH)
 
@@ -41,10 +40,9 @@ def test_without_a_cuda_compiler_that_is_new_enough(tmp_path, value, nvcc, statu
 
 
 def test_a_release_has_the_address_of_the_repository(tmp_path, monkeypatch):
-    wheels = load_script(ROOT / "scripts/wheels.py", monkeypatch)
     for name in "README.md", "pyproject.toml":
         shutil.copy(ROOT / name, tmp_path)
-    wheels.publish(tmp_path, "https://example.org/of/jaxcgx")
+    load_script(ROOT / "scripts/wheels.py", monkeypatch).publish(tmp_path, "https://example.org/of/jaxcgx")
     text = (tmp_path / "README.md").read_text()
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)#]+)", text)
     before = re.findall(r"!?\[[^\]]*\]\(([^)#]+)", (ROOT / "README.md").read_text())

@@ -1,25 +1,21 @@
 """Tests that the diffs of the pages docs/extend-*.md apply, and that their codec and their transport work."""
 
 import os
-import pathlib
 import re
 import shutil
 import sys
 
 import pytest
+from commands import FENCE, ROOT
 from helpers import run
 
 from jaxcgx.native import registration
 
-ROOT = pathlib.Path(__file__).parent.parent
 PAGES = {"docs/extend-codec.md": ("Add a codec", "Add its kernels"), "docs/extend-transport.md": ("Add a transport",)}
-DIFFS = {
-    section: diff
-    for page, sections in PAGES.items()
-    for section, diff in zip(
-        sections, re.findall(r"^```diff\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE), strict=True
-    )
-}
+DIFFS = {}
+for page, sections in PAGES.items():
+    found = [match[3] for match in FENCE.finditer((ROOT / page).read_text()) if match[2] == "diff"]
+    DIFFS |= dict(zip(sections, found, strict=True))
 
 # An editable install would find the package of the checkout first.
 USE_THE_COPY = """

@@ -1,23 +1,19 @@
 """Tests that docs/features.md is what scripts/features.py writes, and that its tests, targets and links exist."""
 
 import dataclasses
-import pathlib
 import re
 
 import pytest
+from commands import ROOT
 from helpers import load_script
 
 from jaxcgx.plan import environment
 from jaxcgx.wan.geomx.environment import VARIABLES
 
 with pytest.MonkeyPatch.context() as patch:
-    features = load_script(pathlib.Path(__file__).parents[1] / "scripts/features.py", patch)
-ROWS = [
-    pytest.param(*row, id=f"{system}: {row[0]}")
-    for system, chapters in features.rows().items()
-    for _, rows in chapters.values()
-    for row in rows
-]
+    features = load_script(ROOT / "scripts/features.py", patch)
+FOUND = [(system, row) for system, each in features.rows().items() for _, rows in each.values() for row in rows]
+ROWS = [pytest.param(*row, id=f"{system}: {row[0]}") for system, row in FOUND]
 
 
 def test_the_page_is_new():

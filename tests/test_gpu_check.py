@@ -10,19 +10,13 @@ import sys
 import time
 
 import pytest
+from commands import ROOT
 from helpers import FULL, load_script, run
-
-ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.fixture
 def gpu_check(monkeypatch):
     return load_script(ROOT / "scripts/gpu_check", monkeypatch)
-
-
-@pytest.fixture
-def gpu_machine(monkeypatch):
-    return load_script(ROOT / "scripts/gpu_machine.py", monkeypatch)
 
 
 @pytest.fixture
@@ -55,11 +49,9 @@ def test_a_machine_without_a_gpu_gets_a_report(tmp_path):
 
 
 def test_every_test_and_row_is_in_one_part(gpu_check, gpu_kernels):
-    tests = [
-        f"tests/gpu/{path.name}::{name}"
-        for path in (ROOT / "tests/gpu").glob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
-    ]
+    names = lambda path: re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    files = (ROOT / "tests/gpu").glob("test_*.py")
+    tests = [f"tests/gpu/{path.name}::{name}" for path in files for name in names(path)]
     assert sorted(test for part in gpu_check.PARTS.values() for test in part.tests) == sorted(tests)
     for name in [*gpu_kernels.rows(), *gpu_kernels.rivals()]:
         assert sum(bool(part.rows and re.search(part.rows, name)) for part in gpu_check.PARTS.values()) == 1, name
@@ -95,8 +87,12 @@ def test_slow(n):
 """
 
 
+ABOUT = dict(date="2026-01-02", commit="abc1234", device="NVIDIA H200", compute_capability="9.0")
+ABOUT |= dict(versions=dict(python="3.12.3"), assumptions=[dict(name="nvcc", found="13.0", wrong=None)])
+
+
 @pytest.fixture
-def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
+def parts(gpu_check, monkeypatch, tmp_path):
     """gpu_check with parts of small tests.
 
     parts(*arguments) runs it, and returns the exit status and the data of the parts.
@@ -106,6 +102,9 @@ def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
     (tmp_path / "test_small.py").write_text(TESTS)
     (tmp_path / "small.py").write_text("import pathlib, sys; pathlib.Path(sys.argv[2]).mkdir()")
     Part = gpu_check.Part
+    of = lambda *names, **options: Part(60, tuple(f"test_small.py::test_{name}" for name in names), **options)
+    small = dict(build=Part(60), good=of("first"), bad=of("hangs", "fails", "skips", timeout=3), skipped=of("skips"))
+    small |= dict(some=of("first", "skips"), table=Part(60, script=("small.py",)), slow=of("slow"), mpi=of("first"))
 
     class Popen(subprocess.Popen):
         def wait(self, timeout=None):
@@ -119,34 +118,12 @@ def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu_check.subprocess, "Popen", Popen)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # loading them takes longer than these tests
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
-    for name, value in dict(
-        ROOT=tmp_path,
-        FOLDER=tmp_path / "build",
-        INSIDE=pathlib.Path(sys.executable),
-        BUILD="print('built')",
-        PARTS=dict(
-            build=Part(60),
-            good=Part(60, ("test_small.py::test_first",)),
-            bad=Part(60, ("test_small.py::test_hangs", "test_small.py::test_fails", "test_small.py::test_skips"), 3),
-            skipped=Part(60, ("test_small.py::test_skips",)),
-            some=Part(60, ("test_small.py::test_first", "test_small.py::test_skips")),
-            table=Part(60, script=("small.py",)),
-            slow=Part(60, ("test_small.py::test_slow",)),
-            mpi=Part(60, ("test_small.py::test_first",)),
-        ),
-        USED={"test_small.py": ()},
-        about=lambda machine: dict(
-            date="2026-01-02",
-            commit="abc1234",
-            device="NVIDIA H200",
-            compute_capability="9.0",
-            versions=dict(python="3.12.3"),
-            assumptions=[dict(name="nvcc", found="13.0", wrong=None)],
-        ),
-    ).items():
+    settings = dict(ROOT=tmp_path, FOLDER=tmp_path / "build", INSIDE=pathlib.Path(sys.executable))
+    settings |= dict(BUILD="print('built')", PARTS=small, USED={"test_small.py": ()}, about=lambda machine: ABOUT)
+    for name, value in settings.items():
         monkeypatch.setattr(gpu_check, name, value)
     monkeypatch.setattr(gpu_check.matrix, "checksum", lambda *paths: "1")
-    assumption = gpu_machine.Assumption("mpirun", "none", "there is none on the PATH", ("mpi",))
+    assumption = gpu_check.gpu_machine.Assumption("mpirun", "none", "there is none on the PATH", ("mpi",))
     machine = gpu_check.gpu_machine.Machine("NVIDIA H200", "9.0", {}, [assumption])
     monkeypatch.setattr(gpu_check.gpu_machine, "look", lambda: machine)
 
@@ -166,17 +143,11 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     (tmp_path / "slow").touch()
     status, found = parts()
     assert status == 1
-    assert {name: data["state"] for name, data in found.items()} == dict(
-        build="passed",
-        good="passed",
-        bad="failed",
-        skipped="not run",
-        some="in part",
-        slow="unfinished",
-        table="passed",
-        mpi="not run",
-    )
-    assert (tmp_path / "out/gpu-nvidia-h200/table").is_dir()
+    states = dict.fromkeys(["build", "good", "table"], "passed") | dict.fromkeys(["skipped", "mpi"], "not run")
+    states |= dict(bad="failed", some="in part", slow="unfinished")
+    assert {name: data["state"] for name, data in found.items()} == states
+    results = tmp_path / "out/gpu-nvidia-h200"
+    assert (results / "table").is_dir()
     bad = found["bad"]["tests"]
     assert bad["test_small.py::test_hangs"] == dict(outcome="failed", why="it did not end")
     assert bad["test_small.py::test_fails"]["why"] == "assert 1 == 2"  # it ran after the test that hangs
@@ -192,12 +163,12 @@ def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
     # Parts that have ended stay. The others continue: the slow test would pass now.
     (tmp_path / "slow").unlink()
     (tmp_path / "over").unlink()
-    before = {name: (tmp_path / f"out/gpu-nvidia-h200/{name}.json").read_text() for name in ("good", "bad")}
+    ended = lambda: [(results / f"{name}.json").read_text() for name in ("good", "bad")]
+    before = ended()
     status, found = parts()
     assert found["slow"]["state"] == "passed" and status == 1  # mpi didn't run
-    assert before == {name: (tmp_path / f"out/gpu-nvidia-h200/{name}.json").read_text() for name in before}
+    assert before == ended()
     # A finished part runs again if its file is deleted. -k goes to pytest.
-    results = tmp_path / "out/gpu-nvidia-h200"
     (results / "good.json").unlink()
     (tmp_path / "build/bad.log").unlink()
     assert parts("good", "bad")[0] == 1 and (results / "good.json").exists()

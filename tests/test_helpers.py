@@ -53,9 +53,6 @@ def test_another_jaxcgx_is_installed(tmp_path):
     for name, text in ("jaxcgx/__init__.py", ""), ("jaxcgx-1.dist-info/METADATA", "Name: jaxcgx\nVersion: 1\n"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
-    env = dict(PYTHONPATH=f"{tmp_path}:{TESTS}")
-    said = pytest_in(tmp_path, env=env, status=4).stderr
-    assert (
-        f"tests would import {TESTS.parent}/jaxcgx/__init__.py, but jaxcgx is installed as {tmp_path}/jaxcgx/" in said
-    )
+    said = pytest_in(tmp_path, env=dict(PYTHONPATH=f"{tmp_path}:{TESTS}"), status=4).stderr
+    assert f"import {TESTS.parent}/jaxcgx/__init__.py, but jaxcgx is installed as {tmp_path}/jaxcgx/" in said
     assert "python -P -m pytest" in said

@@ -6,14 +6,13 @@ Python, ruff limits parameters and complexity, and knows which modules of JAX on
 
 import ast
 import dataclasses
-import pathlib
 import re
 import sys
 
 import pytest
+from commands import ROOT
 from helpers import load_script
 
-ROOT = pathlib.Path(__file__).parent.parent
 with pytest.MonkeyPatch.context() as patch:
     source = load_script(ROOT / "scripts/source.py", patch)
 EXCEPTIONS, MOST, STOREYS = source.EXCEPTIONS, source.MOST, source.STOREYS
@@ -33,24 +32,20 @@ def none(wrong, rule):
         raise AssertionError("\n".join([f"{rule}:", *lines]))
 
 
+def packages():
+    return {name.split(".")[1] for name in source.modules() if name != "jaxcgx"}
+
+
 def test_every_module_has_a_storey():
     places = {name for names in STOREYS for name in names}
-    found = {name.split(".")[1] for name in source.modules() if name != "jaxcgx"}
-    none(
-        sorted(found - places),
-        "every module has a storey; add it to STOREYS in scripts/source.py and to docs/architecture.md",
-    )
+    rule = "every module has a storey; add it to STOREYS in scripts/source.py and to docs/architecture.md"
+    none(sorted(packages() - places), rule)
 
 
 def test_nothing_imports_upward():
     spelled = lambda module: f"{module} (storey {'/'.join(STOREYS[source.storey(module)])})"
-    none(
-        [
-            f"{name}:{line} imports {module}: {spelled(module)} is above {spelled(name)}"
-            for (name, module), line in source.upward().items()
-        ],
-        "a module imports from its own storey and from those below it; move what both need down",
-    )
+    rule, found = "a module imports no storey above its own; move what both need down", source.upward().items()
+    none([f"{name}:{line} imports {spelled(module)}, above {spelled(name)}" for (name, module), line in found], rule)
 
 
 def test_nothing_imports_in_a_circle():
@@ -121,10 +116,9 @@ def test_calls_name_their_arguments():
 
 def codec_classes():
     """The names of all codecs: the classes of codecs/ that inherit from Codec."""
-    classes = [
-        node for name, tree in source.modules().items() if name.startswith("jaxcgx.codecs.") for node in tree.body
-    ]
-    bases = {node.name: set(map(ast.unparse, node.bases)) for node in classes if isinstance(node, ast.ClassDef)}
+    trees = [tree for name, tree in source.modules().items() if name.startswith("jaxcgx.codecs.")]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    bases = {node.name: set(map(ast.unparse, node.bases)) for node in classes}
     found = {"Codec"}
     while more := {name for name, of in bases.items() if of & found} - found:
         found |= more
@@ -156,10 +150,8 @@ def test_code_asks_the_contract_what_a_codec_can_do():
         and (ast.unparse(node.value) == "codec" or getattr(node.value, "attr", None) in ("codec", "backward"))
     ]
     assert len(asked) > 100
-    none(
-        [f"{module}:{node.lineno} {ast.unparse(node)}" for module, node in asked if node.attr not in known],
-        "only jaxcgx/codecs knows one codec from another; ask base.Codec, with a new trait if it needs one",
-    )
+    wrong = [f"{module}:{node.lineno} {ast.unparse(node)}" for module, node in asked if node.attr not in known]
+    none(wrong, "only jaxcgx/codecs knows one codec from another; ask base.Codec, with a new trait if it needs one")
 
 
 def test_code_does_not_ask_for_the_class_of_a_codec():
@@ -188,13 +180,10 @@ def test_definitions_are_found():
 
 def test_native_functions_have_few_parameters():
     found = [(path, *each) for path, text in source.native().items() for each in source.native_definitions(text)]
-    assert {("cuda/load_store.cuh", "store_quad", 5), ("xla_ffi/handlers/tcp.cc", "exchange", 6)} <= {
-        (path, name, count) for path, _, name, count in found
-    }
-    none(
-        [f"{path}:{line} {name} has {count}" for path, line, name, count in found if count > MOST],
-        f"a C++ function has at most {MOST} parameters; pass some as a struct",
-    )
+    known = {("cuda/load_store.cuh", "store_quad", 5), ("xla_ffi/handlers/tcp.cc", "exchange", 6)}
+    assert known <= {(path, name, count) for path, _, name, count in found}
+    wrong = [f"{path}:{line} {name} has {count}" for path, line, name, count in found if count > MOST]
+    none(wrong, f"a C++ function has at most {MOST} parameters; pass some as a struct")
 
 
 def test_native_code_asks_traits_which_codec_it_has():
@@ -206,11 +195,7 @@ def test_native_code_asks_traits_which_codec_it_has():
         for number, line in enumerate(text.splitlines(), 1)
         if asks.search(line) and not own.search(line)
     ]
-    none(
-        lines,
-        "only codec/base.h, dispatch.h and traits.h know one codec from another; ask traits_of, with a new trait if it "
-        "needs one",
-    )
+    none(lines, "only codec/base.h, dispatch.h and traits.h know one codec from another; ask traits_of")
 
 
 def test_values_are_frozen():
@@ -229,13 +214,8 @@ def test_the_package_is_typed():
 def test_the_architecture_page_shows_the_storeys():
     """The arrows of the picture go from the first storey to the last, in order."""
     page = (ROOT / "docs/architecture.md").read_text()
-    built = {name.split(".")[1] for name in source.modules() if name != "jaxcgx"}
-    shown = [names[0] for names in STOREYS[1:-1] if names[0] in built]
+    shown = [names[0] for names in STOREYS[1:-1] if names[0] in packages()]
     arrows = f"    {' --> '.join([*shown, 'ground'])}\n"
-    none(
-        [] if arrows in page else [arrows], "the picture in docs/architecture.md shows the storeys; it lacks this line"
-    )
-    none(
-        [name for name in shown if f"**{name}**" not in page],
-        "docs/architecture.md describes each storey; add **name**",
-    )
+    none([arrows] * (arrows not in page), "the picture in docs/architecture.md shows the storeys; it lacks this line")
+    lacks = [name for name in shown if f"**{name}**" not in page]
+    none(lacks, "docs/architecture.md describes each storey; add **name**")

@@ -3,15 +3,14 @@
 tests/train/test_sharded.py has the table of docs/fsdp.md.
 """
 
-import pathlib
-
 import pytest
+from commands import ROOT
 from helpers import load_script
 
 import jaxcgx as cgx
 
 with pytest.MonkeyPatch.context() as patch:
-    figures = load_script(pathlib.Path(__file__).parents[1] / "scripts/figures.py", patch)
+    figures = load_script(ROOT / "scripts/figures.py", patch)
 
 
 @pytest.fixture(scope="module")
