@@ -164,9 +164,11 @@ void test_patches(DataType type) {
 void test_messages_of_errors() {
   const auto message = [](cudaError_t error) { return error_of("encode", {"cudaLaunchKernel", error}).message(); };
   CHECK_ERROR(message(cudaErrorNoKernelImageForDevice),
-              "jaxcgx_encode: this build has code for none; this GPU is Tesla T4 (sm_75): build jaxcgx with");
+              "jaxcgx_encode: this build has code for none; this GPU is Tesla T4 (sm_75): build jaxcgx with a CUDA "
+              "compiler that knows that GPU, or name its architecture in CMAKE_CUDA_ARCHITECTURES");
   CHECK_ERROR(message(cudaErrorInsufficientDriver),
-              "jaxcgx_encode: this build is of CUDA 13.0; this machine's driver is for CUDA 12.4 at most: update");
+              "jaxcgx_encode: this build is of CUDA 13.0; this machine's driver is for CUDA 12.4 at most: update the "
+              "driver, or build jaxcgx with nvcc 12.4 or earlier");
   const std::string failed = message(cudaErrorInvalidValue);
   CHECK(failed == "jaxcgx_encode: cudaLaunchKernel failed with a name (a text)", failed);
 }
