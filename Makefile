@@ -60,9 +60,8 @@ ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py
 REQUIRED_TESTS := JAXCGX_REQUIRE_TESTS=1 MALLOC_ARENA_MAX=1
 # Tests that take long and enter no line that others don't (scripts/choose.py).
 USUALLY_LEFT_OUT := @tests/full.txt
-# Three at a time on two cores, as tests of processes wait for these. With SCHED_BATCH, Gloo polls less
-# (benchmarks/notes/collectives.md, "Slow and quick days").
-PYTEST := $(REQUIRED_TESTS) chrt --batch 0 .venv/bin/python -m pytest -n 3 --dist worksteal
+# Three at a time on two cores, as tests of processes wait for these.
+PYTEST := $(REQUIRED_TESTS) .venv/bin/python -m pytest -n 3 --dist worksteal
 # Bytes, a step of each style against NumPy or plain JAX, derivatives and vmap, layers, and two processes over Tcp.
 SMOKE := tests/test_house.py tests/test_golden.py::test_kernels_encode tests/test_golden.py::test_kernels_reduce \
 	tests/native/test_transforms.py::test_roundtrip_is_straight_through \
