@@ -1,4 +1,5 @@
-// Ranks are processes. Tests check the errors if one fails. test_ring.cc and test_shm.py test what they exchange.
+// Ranks are processes. Tests check the errors if one fails. test_shm.py tests what processes exchange, test_ring.cc what
+// threads do.
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -162,7 +162,7 @@ def test_after_a_checked_call_that_waited_in_vain(monkeypatch):
     monkeypatch.setattr(cgx.mpi, "WAIT", 0.5)
     monkeypatch.setattr(cgx.mpi, "CHECK", True)
     if R == 0:
-        with names(RuntimeError, "compressed_psum - jaxcgx.mpi.CHECK rank 0 waited 0.5 s"):
+        with names(RuntimeError, "compressed_psum - jaxcgx.mpi.CHECK rank 0 waited 0.5 s make trace"):
             psum(normal(8), CODEC, comm)
     COMM.Barrier()
     for _ in range(2):

@@ -143,7 +143,8 @@ def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
     report = str(doctor.examine())
     for name in "mpirun", "mpicc":
         assert re.search(rf"^ +\[ \] {name}  +none on the PATH or next to Python$", report, re.MULTILINE)
-    assert re.search(r"^note:    .*no mpirun .*\nremedy:  put the bin folder of its MPI", report, re.MULTILINE)
+    words = r"^note:    .*no mpirun .*\nremedy:  put the bin folder of its MPI on the PATH"
+    assert re.search(words, report, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,11 @@ def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
             "raise SystemExit('Unable to initialize backend')",
             "jaxcgx.mpi: Unable to initialize backend",
             "build mpi4jax with the installed JAX: `pip install",
+        ),
+        (
+            "raise ModuleNotFoundError('No module named mpi4jax')",
+            "jaxcgx.mpi: No module named mpi4jax",
+            'install it with `pip install ".[mpi]"` in a checkout, and where no mpicc',
         ),
         (
             "import os, sys; print('*** An error occurred in MPI_Init', file=sys.stderr, flush=True); os._exit(1)",
@@ -177,7 +183,9 @@ def test_without_mpirun_there_is_one_rank_until_mpi_has_ended():
     """
     done = python(START + code)
     assert done.stdout == "True 1\n", done.stderr
-    assert done.stderr.splitlines()[-1].startswith("RuntimeError: compressed_psum: MPI has ended (MPI.Finalize); make")
+    assert done.stderr.splitlines()[-1] == (
+        "RuntimeError: compressed_psum: MPI has ended (MPI.Finalize); make every call before that"
+    )
 
 
 GIVES_UP = """

@@ -66,7 +66,7 @@ def test_everything_on_three_ranks(monkeypatch):
         assert processes.results() == on_a_mesh(3, monkeypatch)
 
 
-# tests/cpp/test_ring.cc tests 1 to 4 ranks.
+# tests/cpp/test_ring.cc tests 1 to 4 ranks, which are threads.
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.short), *([4] * FULL)])
 def test_exchanges(size):
     with Ranks("exchanges", size) as processes:
