@@ -41,8 +41,9 @@ class Hosts:
     def _start(self, stack, command, settings):
         """Starts the processes of a framework, each on its own processors if there are enough.
 
-        With SCHED_BATCH, no thread interrupts another one when it wakes up. Else the thread of Gloo that receives often
-        interrupts one that holds the lock of its socket, and polls until its time is up: 4 ms for each message.
+        With SCHED_BATCH, a thread that wakes up doesn't interrupt another one. Otherwise, Gloo's thread for events often
+        interrupts the thread that holds the lock of a connection, and polls until Linux stops it, up to 4 ms
+        (benchmarks/notes/collectives.md, "Slow and quick days").
         """
         processors, count = sorted(os.sched_getaffinity(0)), self._lab.hosts * self._ranks
         share = max(1, len(processors) // count)

@@ -297,10 +297,10 @@ def trainings():
             each = [row for (*at, _), row in rows.items() if at == [place, mbit] and row["seconds"]]
             least = lambda kind, each=each: min(row["seconds"] for row in each if row["kind"] == kind)
             hook, bytegrad = (rows[place, mbit, name]["seconds"] for name in (HOOK, "ByteGrad, Tcp"))
-            mine, alone = (rows[place, mbit, f"{name}no exchange"]["ms"] for name in ("", "PyTorch, "))
-            equal = (r["steps"] * (alone + r["exposed_ms"]) / 1e3 for r in each if r["kind"] == "jaxcgx")
+            mine, theirs = (rows[place, mbit, name]["ms"] for name in ("no exchange", "PyTorch, no exchange"))
+            equal = (r["steps"] * (theirs + r["exposed_ms"]) / 1e3 for r in each if r["kind"] == "jaxcgx")
             found[f"ahead, {hosts} at {mbit}"] = least("PyTorch") / least("jaxcgx")
-            found |= {f"alone, {hosts} at {mbit}": mine, f"PyTorch alone, {hosts} at {mbit}": alone}
+            found |= {f"alone, {hosts} at {mbit}": mine, f"PyTorch alone, {hosts} at {mbit}": theirs}
             found[f"equal, {hosts} at {mbit}"] = least("PyTorch") / min(equal)
             found[f"ByteGrad, {hosts} at {mbit}"] = hook / bytegrad
         # The steps to the loss don't depend on the link.

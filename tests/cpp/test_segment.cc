@@ -1,5 +1,4 @@
-// Ranks are processes. Tests check the errors if one fails. test_shm.py tests what processes exchange, test_ring.cc what
-// threads do.
+// Ranks are processes. Tests check the errors if one fails. test_shm.py tests what they exchange.
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
