@@ -41,7 +41,7 @@ class Hosts:
     def _start(self, stack, command, settings):
         """Starts the processes of a framework, each on its own processors if there are enough.
 
-        With SCHED_BATCH, a thread that wakes up doesn't interrupt another one. Otherwise, Gloo's thread for events often
+        With SCHED_BATCH, a thread that wakes up interrupts no other one. Otherwise, Gloo's thread for events often
         interrupts the thread that holds the lock of a connection, and polls until Linux stops it, up to 4 ms
         (benchmarks/notes/collectives.md, "Slow and quick days").
         """
