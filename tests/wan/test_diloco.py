@@ -298,6 +298,16 @@ def test_what_float16_holds_only_as_infinity_travels():
     assert all((got[0][0][name] != params[name]).all() for name in PARAMS)
 
 
+def test_a_state_goes_on_in_another_step():
+    """The number of its steps is the state's, not that of the calls. Outer parameters change in the third step."""
+    first, second = (trainer(diloco(NESTEROV, every=3), mesh_of(2), donate=False) for _ in range(2))
+    _, before = run(first, 2)
+    _, here = run(first, 1, before)
+    _, there = run(second, 1, before)
+    assert_same_trees(there, here)
+    assert (there.params["w"] != before.params["w"]).all()
+
+
 @pytest.mark.parametrize("given", [dict(overlap=1), dict(eager=True)], ids=lambda x: next(iter(x)))
 def test_results_that_are_not_applied_yet_on_another_number_of_centers(given, tmp_path):
     """What all centers share and the sum of residuals stay exact. A center's own parameters become their mean.
