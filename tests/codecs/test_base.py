@@ -131,7 +131,7 @@ def test_a_constant_bucket_is_exact(codec, constant):
     "codec", **each_codec([*map(cgx.AbsMax, (2, 4, 8)), cgx.ByteGrad(), *map(cgx.Float8, ("e4m3", "e5m2"))])
 )
 def test_zero_is_exact(codec):
-    """test_cast.py, test_micro.py and test_raw.py have zeros of the other codecs that keep them."""
+    """test_cast.py, test_micro.py, test_raw.py and test_golden.py have zeros of the other codecs that keep them."""
     x = np.array(normal(1000, 1) * 1e-3)
     x[::7] = 0
     assert (roundtrip(x, codec)[::7] == 0).all()
