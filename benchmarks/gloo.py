@@ -6,12 +6,10 @@ benchmarks/notes/collectives.md, "Slow and quick days", says why the policy matt
 """
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
 import shlex
-import subprocess
 import sys
 import time
 
@@ -20,12 +18,13 @@ import numpy as np
 from collectives import Call, Mesh
 from jax import lax
 from report import RESULTS, Report, free_port, header, line, median
+from started import results
 
 import jaxcgx as cgx
 
 ARRAYS = 53  # as many as the transformer of benchmarks/training_speed.py has
 SIZES = 256, 62_500  # elements of an array; 53 of the second size are as many as the transformer has
-POLICIES = {"SCHED_OTHER": os.SCHED_OTHER, "SCHED_BATCH": os.SCHED_BATCH}
+POLICIES = "SCHED_OTHER", "SCHED_BATCH"
 PROGRAMS = {
     "Gloo": lambda x: [lax.psum(row, "data") for row in x],
     "Tcp": lambda x: [cgx.compressed_psum(row, cgx.Tcp("data"), cgx.Raw()) for row in x],
@@ -45,7 +44,7 @@ NOTES = f"""\
 def run_rank(address, rank, policy, processors, repeats):
     """Measures the programs together with the other rank."""
     os.sched_setaffinity(0, processors)
-    os.sched_setscheduler(0, POLICIES[policy], os.sched_param(0))
+    os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, 2, rank)
     mesh, found = Mesh(2), []
@@ -63,28 +62,14 @@ def run_rank(address, rank, policy, processors, repeats):
                 if turn:
                     times[name].append([1e3 * t / CALLS for t in took])
         found.append(dict(kib=size * 4 / 1024, times=times))
-    print("RESULTS", json.dumps(found), flush=True)
+    print("RESULT", json.dumps(found), flush=True)
 
 
 def measure(policy, processors, repeats):
     """Returns what rank 0 prints."""
-    with contextlib.ExitStack() as stack:
-        address, running = f"127.0.0.1:{free_port()}", []
-        for rank in range(2):
-            told = dict(address=address, rank=rank, policy=policy, processors=processors[rank], repeats=repeats)
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", json.dumps(told)],
-                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                    text=True,
-                    env=os.environ | {"JAX_PLATFORMS": "cpu"},
-                )
-            )
-            stack.callback(running[-1].wait)
-            stack.callback(running[-1].kill)
-        output, _ = running[0].communicate(timeout=LIMIT)
-    (found,) = (text.removeprefix("RESULTS ") for text in output.splitlines() if text.startswith("RESULTS "))
-    return json.loads(found)
+    told = dict(address=f"127.0.0.1:{free_port()}", policy=policy, repeats=repeats)
+    ranks = [told | dict(rank=rank, processors=mine) for rank, mine in enumerate(processors)]
+    return results(*([__file__, "--rank", json.dumps(each)] for each in ranks), limit=LIMIT)[0]
 
 
 def main():
@@ -98,6 +83,8 @@ def main():
         return
     command = shlex.join(["python", "benchmarks/gloo.py", *given]) if given else "make bench-gloo"
     processors = sorted(os.sched_getaffinity(0))[:2]
+    if len(processors) < 2:
+        sys.exit("gloo.py: expected two processors, got one")
     report = Report(command, args.repeats)
     shown = header("processors", "policy", "KiB", "Gloo ms", "busy", "Tcp ms", "busy", width=12)
     report.show("", f"{ARRAYS} sums of two processes.", "", *shown)
